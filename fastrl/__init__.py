@@ -1,0 +1,63 @@
+"""The loss end of reinforcement-learning post-training.
+
+The names below are the public interface; each is imported from its module on first use, so that
+`import fastrl.config` loads no torch and `fastrl --help` answers at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastrl.config import LanguageModelHeadConfig, LlamaConfig
+    from fastrl.data.batch import BatchCounts, BatchKwargs, RowSet, TokenBatch
+    from fastrl.data.documents import Document
+    from fastrl.functional.linear_logprobs import TokenStatistics, linear_logprobs
+    from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
+    from fastrl.models.llama import Llama
+    from fastrl.parallel import ParallelGroups
+
+__all__ = [
+    "BatchCounts",
+    "BatchKwargs",
+    "Document",
+    "HeadOutput",
+    "LanguageModelHead",
+    "LanguageModelHeadConfig",
+    "Llama",
+    "LlamaConfig",
+    "ParallelGroups",
+    "RowSet",
+    "TokenBatch",
+    "TokenStatistics",
+    "linear_logprobs",
+]
+
+_MODULES = {
+    "BatchCounts": "fastrl.data.batch",
+    "BatchKwargs": "fastrl.data.batch",
+    "Document": "fastrl.data.documents",
+    "HeadOutput": "fastrl.layers.language_model_head",
+    "LanguageModelHead": "fastrl.layers.language_model_head",
+    "LanguageModelHeadConfig": "fastrl.config",
+    "Llama": "fastrl.models.llama",
+    "LlamaConfig": "fastrl.config",
+    "ParallelGroups": "fastrl.parallel",
+    "RowSet": "fastrl.data.batch",
+    "TokenBatch": "fastrl.data.batch",
+    "TokenStatistics": "fastrl.functional.linear_logprobs",
+    "linear_logprobs": "fastrl.functional.linear_logprobs",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Returns the public object `name`, importing its module."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fastrl' has no attribute '{name}'")
+    value: object = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,72 @@
+"""What every config class shares, and the errors that are the user's to mend.
+
+Here: `Config`, `UserError`, `ConfigError`. YAML and command-line overrides are in `loading.py`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class UserError(ValueError):
+    """A mistake in a config, a file or a record that the user gave.
+
+    The command line reports it without a traceback and exits with code 2, so the message must say by
+    itself what is wrong, where, and what was expected.
+    """
+
+
+class ConfigError(UserError):
+    """A config that cannot be read or is not valid; the message names each key path."""
+
+
+class Config(BaseModel):
+    """Base of all configs: frozen, unknown keys refused, a docstring under each field.
+
+    A numeric string is accepted for a float field as exactly that number, since YAML 1.1 reads
+    `2e-5` as text. A boolean is refused wherever the field does not declare one, as Python would
+    take `true` for 1. Infinity and NaN are refused; a bound that is off is `None`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: object, info: ValidationInfo) -> object:
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        for found in _booleans(value):
+            if not _admits_booleans(annotation):
+                raise ValueError(f"must not be a boolean, got {str(found).lower()}")
+        return value
+
+
+def _booleans(value: object) -> Iterator[bool]:
+    """Yields the booleans of a plain value, also those inside its lists and mappings."""
+    if isinstance(value, bool):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _booleans(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _booleans(item)
+
+
+def _admits_booleans(annotation: Any) -> bool:
+    """Returns whether a boolean may stand somewhere in a value of this type.
+
+    A nested config answers for its own fields, so a type that contains one is not searched.
+    """
+    if annotation in (bool, Any, object):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return True
+    return any(arg is True or arg is False or _admits_booleans(arg) for arg in get_args(annotation))
