@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 class UserError(ValueError):
     """A mistake in a config, a file or a record that the user gave.
 
-    The command line reports it without a traceback and exits with code 2, so the message must say by
-    itself what is wrong, where, and what was expected.
+    The command line reports it without a traceback and exits with code 2, so the message must say
+    by itself what is wrong, where, and what was expected.
     """
 
 
