@@ -1,0 +1,251 @@
+"""The streaming head: statistics of labels under softmax(h W^T), differentiable, without logits.
+
+`linear_logprobs` is the public op, with the `recompute` strategy: its forward keeps nothing of
+vocabulary size and its backward computes logits again, tile by tile. `linear_loss` is the
+`single_pass` strategy. Both stand on `row_ops` and differ in the order of the work only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul
+from fastrl.functional.problem import HeadProblem, check_inputs, scatter_rows
+from fastrl.functional.row_ops import (
+    LogitTransform,
+    RowGradients,
+    row_gradient,
+    update_row_statistics,
+)
+from fastrl.functional.statistics import (
+    TokenStatistics,
+    finish_statistics,
+    new_running_statistics,
+)
+from fastrl.functional.tiling import recompute_tiling, spans
+from fastrl.parallel import ParallelGroups
+
+DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28  # 2.25 GiB
+
+
+def linear_logprobs(
+    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
+    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
+    labels: Tensor,  # [T]
+    *,
+    bias: Tensor | None = None,  # [V] or [V_local]
+    temperature: float | Tensor = 1.0,  # scalar or [T]
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    entropy: bool = False,
+    groups: ParallelGroups | None = None,
+    weight_rows: int | None = None,
+    rows: Tensor | None = None,  # [R]
+    gradient_rows: Tensor | None = None,  # [G]
+    chunk_size: int | None = None,
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
+) -> TokenStatistics:
+    """Log-probability, entropy and log-sum-exp of each token, without [T, V] logits.
+
+        z = cap(logit_scale (h W^T + b)) / temperature_t,  cap(x) = softcap tanh(x / softcap)
+        logprob = z[label] - lse(z),  entropy = lse - sum p z,  p = exp(z - lse)
+
+    The gradient is dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy).
+    Slots with label -100 give 0 and receive exactly zero gradient.
+
+    Args:
+        hidden_states: bf16, fp16, fp32 or float64, after the final norm. Any strides.
+        weight: same dtype and device, `nn.Linear` layout. Under `groups.tp` this rank's rows of
+            it, by `vocab_shard`.
+        labels: int64, already shifted inside their document; -100 is none. Not sharded by `tp`.
+        bias: added to h W^T before the scale.
+        temperature: positive; a tensor gives each token its own.
+        softcap: bound of the logits (Gemma's tanh cap), None for none.
+        logit_scale: factor on h W^T + b (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
+        vocab_size: rows of the (whole) weight from here on are padding: not part of the softmax.
+        entropy: whether the entropy is computed.
+        groups: `tp` shards the vocabulary, `sp` the tokens. With both, `hidden_states` is this
+            rank's slice of the tokens, everything else is whole, and the gradient of
+            `hidden_states` is the slice's. With `sp` alone, everything is this rank's slice and
+            the gradients of `weight` and `bias` are summed over `sp`.
+        weight_rows: rows of the whole weight under `groups.tp`; default: V_local times its size.
+        rows: indices of the labelled tokens, if the caller knows them: without, they are found
+            from `labels`, which waits for the device.
+        gradient_rows: the subset of `rows` that can have a non-zero gradient, if known.
+        chunk_size: most rows of logits that may exist at a time.
+        max_logits_bytes: most bytes of logits that may exist at a time.
+
+    Returns:
+        Statistics [T] in fp32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: a shape, dtype, device or bound does not fit; a label is outside of
+            [0, vocab_size) (on CUDA a device-side assertion, which needs no synchronisation).
+        TypeError: `weight` is a DTensor.
+    """
+    problem = check_inputs(
+        hidden_states,
+        weight,
+        labels,
+        bias=bias,
+        transform=LogitTransform(temperature, softcap, logit_scale),
+        vocab_size=vocab_size,
+        weight_rows=weight_rows,
+        groups=groups,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        entropy=entropy,
+        rows=rows,
+    )
+    logprobs, entropies, logsumexp = _LinearLogprobs.apply(
+        hidden_states, weight, bias, problem, gradient_rows
+    )
+    return TokenStatistics(logprobs, entropies if entropy else None, logsumexp)
+
+
+def forward_statistics(
+    hidden: Tensor,  # [R, D] compact rows
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,  # [R]
+    transform: LogitTransform,
+    problem: HeadProblem,
+) -> TokenStatistics:  # of [R]
+    """Statistics of compact rows, tile by tile; one collective for all rows under `tp`."""
+    num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
+    statistics = new_running_statistics(num_rows, dtype, hidden.device)
+    tiling = recompute_tiling(
+        num_rows, weight.shape[0], dtype.itemsize, problem.chunk_size, problem.max_logits_bytes
+    )
+    for start, stop in spans(num_rows, tiling.num_rows):
+        for first, last in spans(weight.shape[0], tiling.num_columns):
+            update_row_statistics(
+                statistics[:, start:stop],
+                matmul(hidden[start:stop], weight[first:last].t()),
+                labels[start:stop],
+                transform.rows(slice(start, stop)),
+                bias=None if bias is None else bias[first:last],
+                first_column=problem.first_column + first,
+                num_columns=problem.valid_columns(first, last),
+                entropy=problem.entropy,
+            )
+    return finish_statistics(problem.merge_over_vocabulary(statistics), problem.entropy)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Statistics of all labelled rows; the backward computes logits again (8 T D V in all)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        problem: HeadProblem,
+        gradient_rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        statistics = forward_statistics(
+            problem.gather_hidden(hidden_states)[problem.rows],
+            weight,
+            bias,
+            problem.labels[problem.rows],
+            problem.transform.rows(problem.rows),
+            problem,
+        )
+        statistics = statistics.map(lambda value: scatter_rows(value, problem.rows, problem.num_tokens))
+        ctx.problem = problem
+        ctx.gradient_rows = problem.rows if gradient_rows is None else gradient_rows
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            hidden_states, weight, bias, statistics.logsumexp, statistics.entropy
+        )
+        return statistics.logprobs, statistics.entropy, statistics.logsumexp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_states, weight, bias, logsumexp, entropy = ctx.saved_tensors
+        problem: HeadProblem = ctx.problem
+        rows: Tensor = ctx.gradient_rows
+        grad_logprobs, grad_entropy, grad_logsumexp = grads
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logsumexp)
+        grad_hidden, grad_weight, grad_bias = recompute_backward(
+            problem.gather_hidden(hidden_states)[rows],
+            weight,
+            bias,
+            problem.labels[rows],
+            logsumexp[rows],
+            None if entropy is None else entropy[rows],
+            RowGradients(grad_logprobs, grad_entropy, grad_logsumexp).rows(rows),
+            problem.transform.rows(rows),
+            problem,
+            (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
+        )
+        return (
+            problem.reduce_grad_hidden(grad_hidden, rows, hidden_states.dtype),
+            problem.reduce_grad_weight(grad_weight),
+            problem.reduce_grad_weight(grad_bias),
+            None,
+            None,
+        )
+
+
+def recompute_backward(
+    hidden: Tensor,  # [R, D] compact rows
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,  # [R]
+    logsumexp: Tensor,  # [R]
+    entropy: Tensor | None,  # [R]
+    gradients: RowGradients,  # of [R]
+    transform: LogitTransform,
+    problem: HeadProblem,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden (compute dtype, compact), weight and bias (their dtypes).
+
+    Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in a
+    slab-sized buffer of the compute dtype and rounded once; that of hidden is summed over slabs.
+    """
+    num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
+    tiling = recompute_tiling(
+        num_rows, weight.shape[0], dtype.itemsize, problem.chunk_size, problem.max_logits_bytes
+    )
+    grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if needs[1] else None
+    grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
+    row_spans = spans(num_rows, tiling.num_rows)
+    for first, last in spans(weight.shape[0], tiling.num_columns):
+        slab = weight[first:last]
+        slab_grad = torch.zeros_like(slab, dtype=dtype) if needs[1] else None
+        slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=weight.device)
+        for start, stop in row_spans:
+            chunk = slice(start, stop)
+            grad_logits = row_gradient(
+                matmul(hidden[chunk], slab.t()),
+                labels[chunk],
+                logsumexp[chunk],
+                None if entropy is None else entropy[chunk],
+                gradients.rows(chunk),
+                transform.rows(chunk),
+                bias=None if bias is None else bias[first:last],
+                first_column=problem.first_column + first,
+                num_columns=problem.valid_columns(first, last),
+            )
+            if grad_hidden is not None:
+                add_matmul_(grad_hidden[chunk], grad_logits, slab)
+            if slab_grad is not None:
+                add_matmul_(slab_grad, grad_logits.t(), hidden[chunk])
+            if grad_bias is not None:
+                slab_bias_grad += grad_logits.sum(0, dtype=dtype)
+        if grad_weight is not None and slab_grad is not None:
+            grad_weight[first:last] = slab_grad
+        if grad_bias is not None:
+            grad_bias[first:last] = slab_bias_grad
+    return grad_hidden, grad_weight, grad_bias

@@ -1,0 +1,34 @@
+"""Matrix products of low-precision operands with fp32 results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of logits, statistics and sums: at least fp32; float64 stays float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul(
+    a: Tensor,  # [M, K]
+    b: Tensor,  # [K, N]
+) -> Tensor:  # [M, N]
+    """a b in `compute_dtype`, without rounding the result to the operands' dtype."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    dtype = compute_dtype(b.dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_matmul_(
+    total: Tensor,  # [M, N] in compute_dtype
+    a: Tensor,  # [M, K]
+    b: Tensor,  # [K, N]
+) -> None:
+    """total += a b, summed in `total`'s dtype."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

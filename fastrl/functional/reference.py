@@ -1,0 +1,184 @@
+"""The definition: every quantity of the head and every loss, in plain loops over documents.
+
+Logits are materialised, nothing is vectorised over tokens, and only torch is imported. Give it
+float64. It is never changed to match a fast path; only tests and benchmarks import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+def logits(
+    hidden_states: Tensor,  # [T, D]
+    weight: Tensor,  # [V, D]
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float | Tensor = 1.0,  # scalar or [T]
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:  # [T, V]
+    """z = cap(logit_scale (h W^T + b)) / temperature of the first `vocab_size` rows."""
+    z = hidden_states @ weight.T
+    if bias is not None:
+        z = z + bias
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, None]
+    z = z / temperature
+    return z[:, :vocab_size]
+
+
+def token_statistics(
+    z: Tensor,  # [T, V]
+    labels: Tensor,  # [T]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob, entropy, logsumexp) [T]: z[label] - lse, lse - sum p z, log sum exp z; 0 unlabelled."""
+    logprobs, entropies, logsumexps = [], [], []
+    for row, label in zip(z, labels.tolist(), strict=True):
+        if label == -100:
+            zero = row.sum() * 0 if torch.isfinite(row).all() else row.new_zeros(())
+            logprobs.append(zero)
+            entropies.append(zero)
+            logsumexps.append(zero)
+            continue
+        logsumexp = torch.logsumexp(row, 0)
+        possible = row[row > -torch.inf]
+        p = torch.exp(possible - logsumexp)
+        logprobs.append(row[label] - logsumexp)
+        entropies.append(logsumexp - (p * possible).sum())
+        logsumexps.append(logsumexp)
+    return torch.stack(logprobs), torch.stack(entropies), torch.stack(logsumexps)
+
+
+def documents(
+    document_index: Tensor,  # [T]
+    labels: Tensor,  # [T]
+) -> Iterator[list[int]]:
+    """The labelled slots of each document that has any."""
+    slots: dict[int, list[int]] = {}
+    for slot, (document, label) in enumerate(
+        zip(document_index.tolist(), labels.tolist(), strict=True)
+    ):
+        if document >= 0 and label != -100:
+            slots.setdefault(document, []).append(slot)
+    yield from slots.values()
+
+
+def normalised_sum(
+    values: list[list[Tensor]],  # per document, per labelled token
+    normalisation: str,
+    num_labels: int,
+    num_documents: int,
+    length: float = 1.0,
+) -> Tensor:
+    """Loss of per-token values: `tokens` sum / num_labels; `documents` each document's token mean /
+    num_documents; `constant` sum / (num_documents length)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for document in values:
+        for value in document:
+            if normalisation == "tokens":
+                total = total + value / num_labels
+            elif normalisation == "documents":
+                total = total + value / len(document) / num_documents
+            else:
+                assert normalisation == "constant"
+                total = total + value / (num_documents * length)
+    return total
+
+
+def cross_entropy(
+    logprobs: Tensor,  # [T]
+    labels: Tensor,  # [T]
+    document_index: Tensor,  # [T]
+    *,
+    normalisation: str = "tokens",
+    num_labels: int,
+    num_documents: int,
+    length: float = 1.0,
+) -> Tensor:
+    """Cross-entropy: -logprob, normalised."""
+    values = [[-logprobs[t] for t in slots] for slots in documents(document_index, labels)]
+    return normalised_sum(values, normalisation, num_labels, num_documents, length)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, epsilon_low: float, epsilon_high: float
+) -> Tensor:
+    """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), the PPO objective as a loss."""
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def grpo(
+    logprobs: Tensor,  # [T]
+    old_logprobs: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    labels: Tensor,  # [T]
+    document_index: Tensor,  # [T]
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    normalisation: str = "tokens",
+    num_labels: int,
+    num_documents: int,
+    length: float = 1.0,
+) -> Tensor:
+    """GRPO (arXiv:2402.03300): the clipped surrogate of token ratios r_t = exp(logp_t - old_t)."""
+    values = []
+    for slots in documents(document_index, labels):
+        document = []
+        for t in slots:
+            ratio = torch.exp(logprobs[t] - old_logprobs[t])
+            document.append(clipped_surrogate(ratio, advantages[t], epsilon_low, epsilon_high))
+        values.append(document)
+    return normalised_sum(values, normalisation, num_labels, num_documents, length)
+
+
+def gspo(
+    logprobs: Tensor,  # [T]
+    old_logprobs: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    labels: Tensor,  # [T]
+    document_index: Tensor,  # [T]
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    normalisation: str = "documents",
+    num_labels: int,
+    num_documents: int,
+    length: float = 1.0,
+) -> Tensor:
+    """GSPO (arXiv:2507.18071): the clipped surrogate of s_d = exp(mean_t (logp_t - old_t)).
+
+    Advantages that differ inside a document enter by their mean.
+    """
+    values = []
+    for slots in documents(document_index, labels):
+        log_ratio = torch.stack([logprobs[t] - old_logprobs[t] for t in slots]).mean()
+        advantage = torch.stack([advantages[t] for t in slots]).mean()
+        loss = clipped_surrogate(torch.exp(log_ratio), advantage, epsilon_low, epsilon_high)
+        values.append([loss] * len(slots))
+    return normalised_sum(values, normalisation, num_labels, num_documents, length)
+
+
+def kl_estimate(
+    logprob: Tensor, ref_logprob: Tensor, estimator: str
+) -> Tensor:
+    """Schulman's estimators of KL(policy, reference) from one token of the policy, d = logp - ref.
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """
+    difference = logprob - ref_logprob
+    estimators: dict[str, Callable[[], Tensor]] = {
+        "k1": lambda: difference,
+        "k2": lambda: difference.square() / 2,
+        "k3": lambda: torch.exp(-difference) - 1 + difference,
+    }
+    return estimators[estimator]()

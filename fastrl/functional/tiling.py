@@ -1,0 +1,65 @@
+"""How vocabulary-sized work is cut into tiles of bounded size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rows and columns of a tile are multiples of this where the bounds allow: a GEMM's tile.
+ALIGNMENT = 128
+# A `recompute` tile needs no more than this to keep the GEMMs at full speed.
+RECOMPUTE_TILE_BYTES = 128 * 2**20
+RECOMPUTE_TILE_ROWS = 16384
+# Below this many rows a chunk's fp32 update of grad_weight costs more than recomputing logits.
+SINGLE_PASS_MIN_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of at most `num_rows` rows and `num_columns` columns."""
+
+    num_rows: int
+    num_columns: int
+
+
+def recompute_tiling(
+    num_rows: int,
+    num_columns: int,
+    element_size: int,
+    chunk_size: int | None,
+    max_logits_bytes: int,
+) -> Tiling:
+    """Row and column bounds of the tiles of `recompute` and of every forward without gradient."""
+    rows = min(num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // element_size, 1))
+    rows = even_chunk(num_rows, max(rows, 1))
+    columns = min(max_logits_bytes, RECOMPUTE_TILE_BYTES) // (element_size * max(rows, 1))
+    columns = max(columns, 1)
+    if columns >= num_columns:
+        return Tiling(rows, max(num_columns, 1))
+    if columns >= ALIGNMENT:
+        columns = columns // ALIGNMENT * ALIGNMENT
+    return Tiling(rows, columns)
+
+
+def single_pass_rows(
+    num_columns: int, element_size: int, chunk_size: int | None, max_logits_bytes: int
+) -> int:
+    """Most rows whose whole logits fit into the bounds, at least 1."""
+    rows = max(max_logits_bytes // (element_size * max(num_columns, 1)), 1)
+    return rows if chunk_size is None else min(rows, chunk_size)
+
+
+def even_chunk(total: int, most: int) -> int:
+    """Size of even chunks of `total` that have at most `most` items each.
+
+    4215 items in chunks of 4096 would be 4096 + 119, and the second GEMM mostly overhead.
+    """
+    if total <= most:
+        return max(total, 1)
+    even = -(-total // -(-total // most))
+    aligned = -(-even // ALIGNMENT) * ALIGNMENT
+    return aligned if aligned <= most else even
+
+
+def spans(total: int, step: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive chunks of `total` items."""
+    return [(start, min(start + step, total)) for start in range(0, total, step)]

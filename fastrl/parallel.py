@@ -1,0 +1,86 @@
+"""Process groups and the differentiable collectives that the head and the losses use.
+
+Every group is an explicit argument; `None` is one rank. The default process group is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups of one rank; `None` stands for an axis of size one.
+
+    Attributes:
+        tp: tensor axis. The head's weight is sharded by vocabulary rows over it (`vocab_shard`).
+        sp: Megatron sequence parallelism: the tensor axis once more, when hidden states are split
+            along the sequence between its ranks.
+        sdp: sequence-data axis (context parallel): ranks hold pieces of the same packed sequence.
+        dp: data axis: ranks hold different documents.
+    """
+
+    tp: ProcessGroup | None = None
+    sp: ProcessGroup | None = None
+    sdp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in `group`, 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This rank's index in `group`, 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def vocab_shard(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First and one-past-last row of `rank`'s shard of `num_rows` vocabulary rows.
+
+    Shards have ceil(num_rows / size) rows, the last ones fewer or none: the layout of DTensor's
+    `Shard(0)`, and Megatron's where `size` divides `num_rows`.
+    """
+    shard = -(-num_rows // size)
+    return min(rank * shard, num_rows), min((rank + 1) * shard, num_rows)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over groups; every rank's loss depends on the sum, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+        ctx.groups = groups
+        return _all_reduced(tensor, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(grad_outputs[0], ctx.groups), None
+
+
+def _all_reduced(tensor: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_reduce_sum(tensor: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:
+    """Sum of `tensor` over the ranks of all `groups`, differentiable on every rank.
+
+    The gradient is the sum of the ranks' gradients: exact when the global loss is the sum of the
+    ranks' losses. Every rank must run the backward.
+    """
+    present = [group for group in groups if group is not None]
+    if not present:
+        return tensor
+    result: Tensor = _AllReduceSum.apply(tensor, present)
+    return result
