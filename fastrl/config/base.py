@@ -6,7 +6,8 @@ Here: `Config`, `UserError`, `ConfigError`. YAML and command-line overrides are 
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class UserError(ValueError):
@@ -37,15 +38,27 @@ class Config(BaseModel):
         allow_inf_nan=False,
     )
 
-    @field_validator("*", mode="before")
+    # On the model: pydantic allows no `before` validator on the field that tells a union apart.
+    @model_validator(mode="before")
     @classmethod
-    def _refuse_booleans(cls, value: object, info: ValidationInfo) -> object:
-        assert info.field_name is not None
-        annotation = cls.model_fields[info.field_name].annotation
-        for found in _booleans(value):
-            if not _admits_booleans(annotation):
-                raise ValueError(f"must not be a boolean, got {str(found).lower()}")
-        return value
+    def _refuse_booleans(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        errors = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "boolean", "must not be a boolean, got {found}", {"found": str(found).lower()}
+                ),
+                loc=(name,),
+                input=value,
+            )
+            for name, value in values.items()
+            if name in cls.model_fields and not _admits_booleans(cls.model_fields[name].annotation)
+            for found in _booleans(value)
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return values
 
 
 def _booleans(value: object) -> Iterator[bool]:

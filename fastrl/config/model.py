@@ -1,0 +1,164 @@
+"""The reference Llama's config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fastrl.config.base import Config
+from fastrl.config.losses import HeadOptions
+
+
+class DefaultRopeConfig(Config):
+    """Rotary position embedding without scaling."""
+
+    type: Literal["default"] = "default"
+
+    theta: float = Field(default=10000.0, gt=0)
+    """Base of the wavelengths: pair i of a head's dimensions turns by
+    position * theta^(-2 i / head_dim)."""
+
+
+class Llama3RopeConfig(Config):
+    """Rotary position embedding with the frequency scaling of Llama 3.1 and later.
+
+    Wavelengths (in tokens) under original_max_position_embeddings / high_freq_factor stay, those
+    over original_max_position_embeddings / low_freq_factor are multiplied by `factor`, and the
+    frequency is interpolated between the two.
+    """
+
+    type: Literal["llama3"] = "llama3"
+
+    theta: float = Field(default=500000.0, gt=0)
+    """Base of the wavelengths."""
+
+    factor: float = Field(default=8.0, ge=1)
+    """What long wavelengths are multiplied by."""
+
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """Sets the wavelength from which the whole factor applies."""
+
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """Sets the wavelength up to which nothing changes."""
+
+    original_max_position_embeddings: int = Field(default=8192, gt=0)
+    """Context length of the model before its context was extended."""
+
+    @model_validator(mode="after")
+    def _check_factors(self) -> Llama3RopeConfig:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"`high_freq_factor` must be over `low_freq_factor`, got {self.high_freq_factor} "
+                f"and {self.low_freq_factor}"
+            )
+        return self
+
+
+RopeConfig = Annotated[DefaultRopeConfig | Llama3RopeConfig, Field(discriminator="type")]
+
+
+class LlamaConfig(Config):
+    """Architecture of the reference Llama; names and defaults follow Hugging Face's LlamaConfig.
+
+    The default sizes are those of a small model that trains on a CPU.
+    """
+
+    type: Literal["llama"] = "llama"
+
+    vocab_size: int | None = Field(default=None, gt=0)
+    """Number of token ids. None: the trainer takes the tokenizer's; a model cannot be built from a
+    config where it is still None."""
+
+    padded_vocab_size: int | None = Field(default=None, gt=0)
+    """Rows of the embedding and of the head, when more than `vocab_size`: the rest is padding,
+    which no probability goes to."""
+
+    hidden_size: int = Field(default=128, gt=0)
+    """Width of the residual stream."""
+
+    intermediate_size: int = Field(
+        default_factory=lambda config: -(-8 * config["hidden_size"] // (3 * 32)) * 32, gt=0
+    )
+    """Width of the gated MLP. Default: 8/3 of `hidden_size`, rounded up to a multiple of 32."""
+
+    num_hidden_layers: int = Field(default=4, gt=0)
+    """Number of decoder layers."""
+
+    num_attention_heads: int = Field(default=4, gt=0)
+    """Number of query heads."""
+
+    num_key_value_heads: int = Field(
+        default_factory=lambda config: config["num_attention_heads"], gt=0
+    )
+    """Number of key and value heads, a divisor of `num_attention_heads` (grouped-query attention).
+    Default: `num_attention_heads`."""
+
+    head_dim: int = Field(
+        default_factory=lambda config: config["hidden_size"] // config["num_attention_heads"], gt=0
+    )
+    """Size of one head, even. Default: hidden_size / num_attention_heads."""
+
+    max_position_embeddings: int = Field(default=2048, gt=0)
+    """Longest document the model is meant for. Written to config.json for other programs; no
+    position is refused here."""
+
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+
+    rope: RopeConfig = DefaultRopeConfig()
+    """Rotary position embedding."""
+
+    attention_bias: bool = False
+    """Whether the four projections of attention have a bias."""
+
+    mlp_bias: bool = False
+    """Whether the three projections of the MLP have a bias."""
+
+    tie_word_embeddings: bool = False
+    """Whether the head's weight is the embedding's, one parameter."""
+
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the normal distribution that weights start from."""
+
+    attention_implementation: Literal["auto", "per_document", "flex"] = "auto"
+    """How packed documents are kept apart. `per_document`: SDPA on documents of like length padded
+    to one length, any device. `flex`: FlexAttention with a block mask, CUDA only. `auto`: `flex` on
+    CUDA (but not in float64, which it lacks), else `per_document`."""
+
+    activation_checkpointing: bool = False
+    """Whether each decoder layer's activations are recomputed in backward instead of kept."""
+
+    bos_token_id: int | None = Field(default=None, ge=0)
+    """Id of the token that begins a text. Written to config.json for other programs."""
+
+    eos_token_id: int | tuple[int, ...] | None = None
+    """Id (or ids) of the token that ends a text. Written to config.json for other programs."""
+
+    pad_token_id: int | None = None
+    """Id of the padding token. Written to config.json for other programs; here padding is by
+    length, never by id."""
+
+    head: HeadOptions = HeadOptions()
+    """The language-model head: its losses and how it computes them."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> LlamaConfig:
+        if "head_dim" not in self.model_fields_set and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size` {self.hidden_size} must be a multiple of `num_attention_heads` "
+                f"{self.num_attention_heads} unless `head_dim` is given"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even (rotary pairs), got {self.head_dim}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` {self.num_attention_heads} must be a multiple of "
+                f"`num_key_value_heads` {self.num_key_value_heads}"
+            )
+        if self.padded_vocab_size is not None and self.padded_vocab_size < (self.vocab_size or 0):
+            raise ValueError(
+                f"`padded_vocab_size` {self.padded_vocab_size} must be at least `vocab_size` "
+                f"{self.vocab_size}"
+            )
+        return self
