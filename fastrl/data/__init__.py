@@ -1,0 +1,1 @@
+"""Documents, packed batches, group-relative advantages and rollout files."""

@@ -1,0 +1,337 @@
+"""Packed batches: padding, counts over the optimizer step, and each rank's slice.
+
+Here: `TokenBatch`, `BatchCounts`. The label shift is in `documents.py`, the slice arithmetic in
+`slices.py`, what a model gets in `batch_kwargs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastrl.data.batch_kwargs import BatchKwargs, RowSet
+from fastrl.data.documents import IGNORE_LABEL, Document, shift_documents
+from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
+from fastrl.parallel import ParallelGroups, group_rank, group_size
+
+__all__ = ["BatchCounts", "BatchKwargs", "RowSet", "TokenBatch"]
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """What the losses of one optimizer step are divided by: over all data ranks and micro-batches.
+
+    Attributes:
+        num_labels_in_batch: shifted labels; the first token of a document is never one.
+        num_documents_in_batch: documents with at least one label.
+
+    Both are numbers, or int64 scalars on the device where an all-reduce ran on a GPU, so that
+    nothing waits for it.
+    """
+
+    num_labels_in_batch: int | Tensor
+    num_documents_in_batch: int | Tensor
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[TokenBatch],
+        groups: ParallelGroups | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> BatchCounts:
+        """Counts of all micro-batches of a step, summed over `groups.dp` in one all-reduce.
+
+        Every rank of the data axis must call it, also with no batch. The ranks of the other axes
+        hold the same documents and need no collective.
+
+        Args:
+            batches: this data rank's micro-batches of the step.
+            groups: only `dp` is used.
+            device: where the all-reduce runs; default: the current GPU for NCCL, else the CPU.
+        """
+        labels = sum(batch.num_labels for batch in batches)
+        documents = sum(batch.num_documents_with_labels for batch in batches)
+        group = None if groups is None else groups.dp
+        if group is None:
+            return cls(labels, documents)
+        if device is None:
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        counts = torch.tensor([labels, documents], dtype=torch.int64, device=device)
+        dist.all_reduce(counts, group=group)
+        if counts.device.type == "cpu":
+            return cls(*counts.tolist())
+        return cls(*counts.unbind())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """One packed sequence of whole documents on the host, in label alignment.
+
+    T tokens with padding, N documents. Every sequence-data rank makes the same one; `to_kwargs`
+    gives each its part.
+    """
+
+    tokens: Tensor  # [T] int64, 0 at padding
+    labels: Tensor  # [T] int64, -100 = none
+    positions: Tensor  # [T] int64, from 0 in each document and in the padding
+    document_index: Tensor  # [T] int64, -1 at padding
+    columns: dict[str, Tensor]  # [T] fp32 each, 0 at slots without label
+    document_lengths: tuple[int, ...]  # N
+    document_label_counts: Tensor  # [N] int64
+    temperatures: Tensor  # [N] float64
+    model_versions: Tensor | None = None  # [N] int64, -1 = none
+    rewards: Tensor | None = None  # [N] fp32, NaN = none
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Sequence[Document],
+        *,
+        pad_to_multiple: int = 1,
+        sequence_length: int | None = None,
+        columns: Collection[str] | None = None,
+    ) -> TokenBatch:
+        """Packs documents into one sequence, in order, and shifts labels inside each of them.
+
+        Args:
+            documents: at most `sequence_length` tokens together.
+            pad_to_multiple: the length is padded to a multiple of it.
+            sequence_length: the length is padded to it, whatever the documents.
+            columns: names out of "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs",
+                "model_version" that the batch carries, no others, also where no document has a
+                label. Default: those that any document has. Ranks whose documents may lack labels
+                should name them, as all ranks must compute the same metrics.
+
+        Raises:
+            DocumentError: (a ValueError) naming the document and the field.
+        """
+        if pad_to_multiple < 1:
+            raise ValueError(f"`pad_to_multiple` must be at least 1, got {pad_to_multiple}")
+        shifted = shift_documents(documents, columns)
+        num_tokens = len(shifted.tokens)
+        if sequence_length is not None and num_tokens > sequence_length:
+            raise ValueError(
+                f"`documents` must have at most {sequence_length} tokens (`sequence_length`), got "
+                f"{num_tokens}; see fastrl.data.packing.pack_documents"
+            )
+        versions, rewards = shifted.model_versions, shifted.rewards
+        batch = cls(
+            tokens=torch.from_numpy(shifted.tokens),
+            labels=torch.from_numpy(shifted.labels),
+            positions=torch.from_numpy(shifted.positions),
+            document_index=torch.from_numpy(shifted.document_index),
+            columns={name: torch.from_numpy(column) for name, column in shifted.columns.items()},
+            document_lengths=tuple(shifted.lengths.tolist()),
+            document_label_counts=torch.from_numpy(shifted.label_counts),
+            temperatures=torch.from_numpy(shifted.temperatures),
+            model_versions=None if versions is None else torch.from_numpy(versions),
+            rewards=None if rewards is None else torch.from_numpy(rewards),
+        )
+        length = num_tokens if sequence_length is None else sequence_length
+        return batch.padded(-(-length // pad_to_multiple) * pad_to_multiple)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the documents, without padding."""
+        return sum(self.document_lengths)
+
+    @property
+    def padded_length(self) -> int:
+        """T: tokens of the documents and padding."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_documents(self) -> int:
+        """N, with labels or not."""
+        return len(self.document_lengths)
+
+    @property
+    def num_labels(self) -> int:
+        """Slots with a label: tokens to be learned, without the first token of documents."""
+        return int(self.document_label_counts.sum())
+
+    @property
+    def num_documents_with_labels(self) -> int:
+        """Documents with at least one label."""
+        return int(self.document_label_counts.count_nonzero())
+
+    def padded(self, length: int) -> TokenBatch:
+        """The same documents with padding up to `length` slots."""
+        extra = length - self.padded_length
+        if extra < 0:
+            raise ValueError(f"`length` must be at least {self.padded_length}, got {length}")
+        if extra == 0:
+            return self
+
+        def pad(values: Tensor, filler: int = 0) -> Tensor:
+            return torch.cat([values, values.new_full((extra,), filler)])
+
+        start = self.padded_length - self.num_tokens
+        return replace(
+            self,
+            tokens=pad(self.tokens),
+            labels=pad(self.labels, IGNORE_LABEL),
+            positions=torch.cat([self.positions, torch.arange(start, start + extra)]),
+            document_index=pad(self.document_index, -1),
+            columns={name: pad(column) for name, column in self.columns.items()},
+        )
+
+    def split_by_document(
+        self,
+        values: Tensor,  # [T]
+    ) -> tuple[Tensor, ...]:
+        """Label-aligned values of this packed sequence, [n - 1] for each document of n tokens.
+
+        They go back into documents with `alignment="label"`, for example log-probabilities that
+        the head returned for the whole sequence.
+        """
+        if values.shape != self.labels.shape:
+            raise ValueError(
+                f"`values` must have one value a slot ({list(self.labels.shape)}), got "
+                f"{list(values.shape)}"
+            )
+        pieces = values[: self.num_tokens].split(self.document_lengths)
+        return tuple(piece[:-1] for piece in pieces)
+
+    def to_kwargs(
+        self,
+        groups: ParallelGroups | None = None,
+        micro_sequences: int = 1,
+        *,
+        layout: Layout = "contiguous",
+        join: bool = False,
+        counts: BatchCounts | None = None,
+        device: torch.device | str | None = None,
+    ) -> tuple[BatchKwargs, ...]:
+        """This rank's part of the packed sequence, one `BatchKwargs` a micro-sequence.
+
+        The sequence is padded until it can be split. Counts, `document_index`, `label_counts` and
+        `num_documents` stay those of the whole.
+
+        Args:
+            groups: `sdp` splits the sequence, `sp` only makes each part's length a multiple of its
+                size, `dp` is used for `counts`.
+            micro_sequences: number of pieces that the sequence is run in, in order.
+            layout: of each piece over the sequence-data ranks, see `shard_slots`.
+            join: give all pieces as one `BatchKwargs`, in the same order: for a head that runs
+                once over the hidden states of all pieces.
+            counts: of the optimizer step. Default: this batch is the whole step on this data rank,
+                and the counts are summed over `groups.dp`.
+            device: to put the tensors on, without waiting when it is a GPU. Default: the CPU.
+        """
+        if micro_sequences < 1:
+            raise ValueError(f"`micro_sequences` must be at least 1, got {micro_sequences}")
+        groups = groups or ParallelGroups()
+        counts = counts or BatchCounts.of([self], groups, device=device)
+        size = group_size(groups.sdp)
+        length_multiple = lcm(
+            split_multiple(size, micro_sequences, layout),
+            size * micro_sequences * group_size(groups.sp),
+        )
+        padded = self.padded(-(-self.padded_length // length_multiple) * length_multiple)
+        pieces = padded.shard(
+            counts,
+            rank=group_rank(groups.sdp),
+            size=size,
+            micro_sequences=micro_sequences,
+            layout=layout,
+            join=join,
+        )
+        if device is None or torch.device(device).type == "cpu":
+            return pieces
+        if torch.device(device).type == "cuda":
+            pieces = tuple(piece.pin_memory() for piece in pieces)
+        return tuple(piece.to(device, non_blocking=True) for piece in pieces)
+
+    def shard(
+        self,
+        counts: BatchCounts,
+        *,
+        rank: int,
+        size: int,
+        micro_sequences: int = 1,
+        layout: Layout = "contiguous",
+        join: bool = False,
+    ) -> tuple[BatchKwargs, ...]:
+        """As `to_kwargs`, for any rank of a sequence-data axis, without process groups.
+
+        The padded length must be a multiple of `split_multiple(size, micro_sequences, layout)`.
+        """
+        slots = shard_slots(
+            self.padded_length,
+            rank=rank,
+            size=size,
+            micro_sequences=micro_sequences,
+            layout=layout,
+        )
+        owners = shard_owners(
+            self.padded_length, size=size, micro_sequences=micro_sequences, layout=layout
+        )
+        if join:
+            slots = slots.view(1, -1)
+            owners = owners // micro_sequences
+        document = self.document_index
+        cut = (owners[1:] != owners[:-1]) & (document[1:] == document[:-1])
+        whole = not bool((cut & (self._per_token(self.document_label_counts)[1:] > 0)).any())
+        return tuple(self._kwargs(piece, counts, whole) for piece in slots)
+
+    def _kwargs(
+        self,
+        slots: Tensor,  # [T_local]
+        counts: BatchCounts,
+        whole_documents: bool,
+    ) -> BatchKwargs:
+        """The batch of some slots of the sequence."""
+        document_index = self.document_index[slots]
+        columns = {name: column[slots] for name, column in self.columns.items()}
+        labelled = self.labels[slots] != IGNORE_LABEL
+        active_rows = active_document_rows = None
+        if "advantages" in columns:
+            active_rows = RowSet.from_mask(columns["advantages"] != 0, document_index)
+            active = torch.zeros(self.num_documents, dtype=torch.bool)
+            active[self.document_index[self.columns["advantages"] != 0]] = True
+            in_active = self._per_token(active)[slots]
+            active_document_rows = RowSet.from_mask(labelled & in_active, document_index)
+        versions = self.model_versions
+        return BatchKwargs(
+            tokens=self.tokens[slots],
+            positions=self.positions[slots],
+            labels=self.labels[slots],
+            document_index=document_index,
+            label_counts=self._per_token(self.document_label_counts)[slots].float(),
+            num_documents=self.num_documents,
+            num_labels_in_batch=counts.num_labels_in_batch,
+            num_documents_in_batch=counts.num_documents_in_batch,
+            **columns,
+            temperature=self._temperature(slots),
+            model_version=None if versions is None else self._per_token(versions, -1)[slots],
+            rewards=self.rewards,
+            labelled_rows=RowSet.from_mask(labelled, document_index),
+            active_rows=active_rows,
+            active_document_rows=active_document_rows,
+            whole_documents=whole_documents,
+        )
+
+    def _temperature(
+        self,
+        slots: Tensor,  # [T_local]
+    ) -> float | Tensor:
+        if self.num_documents == 0:
+            return 1.0
+        if bool((self.temperatures == self.temperatures[0]).all()):
+            return float(self.temperatures[0])
+        return self._per_token(self.temperatures, 1)[slots].float()
+
+    def _per_token(
+        self,
+        values: Tensor,  # [N]
+        padding: int = 0,
+    ) -> Tensor:
+        """[T] values of each slot's document; index -1 of the padding finds the appended one."""
+        return torch.cat([values, values.new_full((1,), padding)])[self.document_index]
