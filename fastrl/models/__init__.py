@@ -1,0 +1,1 @@
+"""Models that end in the language-model head."""

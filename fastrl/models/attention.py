@@ -1,0 +1,331 @@
+"""What a token may see: packed documents (two implementations) and the key-value cache.
+
+Every class here is called by each attention layer in turn as `attend(layer, query, key, value)`;
+it is made once per forward and holds no parameters. The projections and the rotary embedding are
+the model's, `fastrl.models.llama`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+FLEX_BLOCK_SIZE = 128
+FLEX_MIN_HEAD_DIM = 16
+
+
+class Attend(Protocol):
+    """Causal attention of one layer; H query heads, K key-value heads, H a multiple of K."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [T, H, head_dim]
+        key: Tensor,  # [T, K, head_dim]
+        value: Tensor,  # [T, K, head_dim]
+    ) -> Tensor:  # [T, H, head_dim]
+        """Returns softmax(query key^T / sqrt(head_dim)) value over what each token may see."""
+        ...
+
+
+def document_attention(
+    document_index: Tensor,  # [T]
+    *,
+    implementation: Literal["auto", "per_document", "flex"],
+    head_dim: int,
+    dtype: torch.dtype,
+) -> Attend:
+    """Returns causal attention inside documents of a packed sequence.
+
+    A token sees the tokens of its own document up to itself. A padding token (document_index -1)
+    sees itself, so that no softmax is over nothing.
+
+    Args:
+        document_index: the rows of one document must be adjacent and in order.
+        implementation: as `LlamaConfig.attention_implementation`.
+        head_dim: size of one head.
+        dtype: dtype of query, key and value.
+
+    Raises:
+        ValueError: the implementation does not run here, or (`per_document`) a document's rows are
+            not adjacent.
+    """
+    flex_refusal = _flex_refusal(document_index.device, head_dim, dtype)
+    if implementation == "flex" and flex_refusal is not None:
+        raise ValueError(
+            f"`attention_implementation: flex` needs {flex_refusal}; use `per_document`"
+        )
+    if implementation == "per_document" or flex_refusal is not None:
+        return PerDocumentAttention(_document_groups(document_index))
+    return FlexDocumentAttention(document_block_mask(document_index))
+
+
+def _flex_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+    """What FlexAttention lacks here, None if it runs."""
+    if device.type != "cuda":
+        return f"a CUDA device, got {device}"
+    if dtype == torch.float64:
+        return "at most 32 bits, got float64"
+    if head_dim < FLEX_MIN_HEAD_DIM:
+        return f"a `head_dim` of at least {FLEX_MIN_HEAD_DIM}, got {head_dim}"
+    return None
+
+
+@dataclass(frozen=True)
+class DocumentGroups:
+    """Documents of like length, padded to one length within each group.
+
+    Attributes:
+        rows: one tensor a group, [documents, length], rows of the packed sequence; a document
+            shorter than the group's length repeats its last row.
+        slots: [T], where each packed row is found in the groups' rows, one group after the other.
+    """
+
+    rows: tuple[Tensor, ...]
+    slots: Tensor
+
+
+def _document_groups(
+    document_index: Tensor,  # [T]
+) -> DocumentGroups:
+    """Groups documents by length, so that padding at most doubles the work of long ones."""
+    is_padding = document_index < 0
+    # A number of its own for each padding row makes it a document of one token.
+    index = torch.where(is_padding, -1 - torch.arange(len(document_index)), document_index.cpu())
+    values, lengths = torch.unique_consecutive(index, return_counts=True)
+    if len(torch.unique(values)) != len(values):
+        raise ValueError(
+            "`document_index` must have the rows of a document next to one another; some document "
+            "comes in several pieces. Pack whole documents one after the other."
+        )
+    starts = lengths.cumsum(0) - lengths
+    # One group for single tokens (and padding), one up to 16, then one per power of two.
+    group = torch.where(lengths == 1, 0, (lengths - 1).clamp(min=8).log2().floor().long())
+    slots = torch.empty_like(index)
+    rows = []
+    num_slots = 0
+    for number in group.unique().tolist():
+        chosen = group == number
+        start, length = starts[chosen, None], lengths[chosen, None]
+        offset = torch.arange(int(length.max()))
+        members = start + offset.minimum(length - 1)
+        is_real = offset < length
+        slots[members[is_real]] = num_slots + is_real.flatten().nonzero().squeeze(1)
+        num_slots += members.numel()
+        rows.append(members.to(document_index.device))
+    return DocumentGroups(tuple(rows), slots.to(document_index.device))
+
+
+@dataclass(frozen=True)
+class PerDocumentAttention:
+    """Documents unpacked into a few batches, each under plain causal SDPA.
+
+    Work is that of the documents alone (a [T, T] mask would cost all pairs of tokens), and no
+    document can reach another. The padding of a batch stands after the document's end, where
+    causal attention does not look.
+    """
+
+    groups: DocumentGroups
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [T, H, head_dim]
+        key: Tensor,  # [T, K, head_dim]
+        value: Tensor,  # [T, K, head_dim]
+    ) -> Tensor:  # [T, H, head_dim]
+        """Returns the attention output of every packed row."""
+        outputs = [query[:0].flatten(1)]  # so that there is something to join without any token
+        for rows in self.groups.rows:
+            q, k, v = (_unpacked(tensor, rows) for tensor in (query, key, value))
+            gqa = query.shape[1] != key.shape[1]
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+            outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.groups.slots).view(query.shape)
+
+
+def _unpacked(
+    tensor: Tensor,  # [T, heads, head_dim]
+    rows: Tensor,  # [documents, length]
+) -> Tensor:  # [documents, heads, length, head_dim]
+    # Flat rows: index_select's backward adds whole rows at once.
+    gathered = tensor.flatten(1).index_select(0, rows.flatten())
+    return gathered.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
+
+
+def document_block_mask(
+    document_index: Tensor,  # [T]
+) -> BlockMask:
+    """Returns FlexAttention's mask of `document_attention`, without evaluating [T, T] pairs.
+
+    Documents are runs of rows, so whether a block of 128 x 128 pairs is empty, full or mixed
+    follows from the first and last rows of its two sides. Runs on the device, waits for nothing.
+    """
+    num_tokens = len(document_index)
+    device = document_index.device
+    row = torch.arange(num_tokens, device=device)
+    is_padding = document_index < 0
+    begins = torch.ones_like(is_padding)
+    begins[1:] = (document_index[1:] != document_index[:-1]) | is_padding[1:]
+    document_start = torch.where(begins, row, 0).cummax(0).values
+
+    first_row = row[::FLEX_BLOCK_SIZE]
+    last_row = (first_row + FLEX_BLOCK_SIZE - 1).clamp(max=num_tokens - 1)
+    block = torch.arange(len(first_row), device=device)
+    query_block, key_block = block[:, None], block[None, :]
+    seen_from = (document_start[first_row] // FLEX_BLOCK_SIZE)[:, None]
+    needed = (key_block >= seen_from) & (key_block <= query_block)
+    # One document from the first key to the last query, and no key after a query.
+    one_document = document_start[last_row][:, None] <= first_row[None, :]
+    full = needed & one_document & (key_block < query_block)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (document_start[query] == document_start[key]) & (key <= query)
+        return same
+
+    partial_count, partial_order = _ordered(needed & ~full)
+    full_count, full_order = _ordered(full)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_order,
+        full_count,
+        full_order,
+        BLOCK_SIZE=FLEX_BLOCK_SIZE,
+        mask_mod=visible,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _ordered(
+    blocks: Tensor,  # [query blocks, key blocks] bool
+) -> tuple[Tensor, Tensor]:  # [1, 1, query blocks] and [1, 1, query blocks, key blocks] int32
+    """Number of chosen key blocks a query block, and the key blocks with the chosen ones first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    count = blocks.sum(-1, dtype=torch.int32)
+    return count[None, None], order.to(torch.int32)[None, None]
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+@dataclass(frozen=True)
+class FlexDocumentAttention:
+    """One compiled FlexAttention kernel over the packed sequence; empty blocks are skipped."""
+
+    block_mask: BlockMask
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [T, H, head_dim]
+        key: Tensor,  # [T, K, head_dim]
+        value: Tensor,  # [T, K, head_dim]
+    ) -> Tensor:  # [T, H, head_dim]
+        """Returns the attention output of every packed row."""
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        gqa = query.shape[1] != key.shape[1]
+        attention = _compiled_flex_attention()
+        output: Tensor = attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa)
+        return output[0].transpose(0, 1)
+
+
+class KVCache:
+    """Keys and values of the tokens so far, of B sequences that end in the same slot.
+
+    Prompts of different lengths are padded on the left, so that a step writes one slot for all
+    sequences. Memory: 2 * layers * B * max_length * K * head_dim elements, taken at the first step,
+    in the dtype and on the device of the model.
+
+    Args:
+        padding: [B] int64, number of padding slots before each sequence's first token.
+        max_length: slots, the longest prompt and the new tokens together.
+    """
+
+    def __init__(
+        self,
+        padding: Tensor,  # [B]
+        max_length: int,
+    ) -> None:
+        self.padding = padding
+        self.max_length = max_length
+        self.length = 0
+        self._keys: list[Tensor] = []  # a layer: [B, max_length, K, head_dim]
+        self._values: list[Tensor] = []
+        slot = torch.arange(max_length, device=padding.device)
+        hidden = slot < padding[:, None]
+        self._bias = torch.zeros(hidden.shape, device=padding.device)  # [B, max_length]
+        self._bias.masked_fill_(hidden, float("-inf"))
+        self._mask = self._bias
+
+    def extend(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """Opens `num_tokens` more slots and returns their positions in the sequences, [B, n].
+
+        Raises:
+            ValueError: more slots than `max_length`.
+        """
+        end = self.length + num_tokens
+        if end > self.max_length:
+            raise ValueError(
+                f"`max_length` of the cache is {self.max_length} slots, got tokens for {end}; make "
+                "the cache for the longest prompt and the new tokens together"
+            )
+        slot = torch.arange(self.length, end, device=self.padding.device)
+        mask = self._bias[:, None, :end]  # [B, 1, end]
+        if num_tokens > 1:
+            key_slot = torch.arange(end, device=self.padding.device)
+            mask = mask.masked_fill(key_slot > slot[:, None], float("-inf"))
+            mask = mask.masked_fill(key_slot == slot[:, None], 0.0)  # padding sees itself
+        self._mask = mask.to(dtype)[:, None]  # [B, 1, n, end]
+        self.length = end
+        return (slot - self.padding[:, None]).clamp(min=0)
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,  # [B * n, H, head_dim]
+        key: Tensor,  # [B * n, K, head_dim]
+        value: Tensor,  # [B * n, K, head_dim]
+    ) -> Tensor:  # [B * n, H, head_dim]
+        """Stores the new tokens' keys and values and returns their attention output."""
+        batch = len(self.padding)
+        n = len(query) // batch
+        heads, head_dim = key.shape[1:]
+        if layer == len(self._keys):
+            shape = (batch, self.max_length, heads, head_dim)
+            self._keys.append(key.new_empty(shape))
+            self._values.append(value.new_empty(shape))
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, self.length - n : self.length] = key.view(batch, n, heads, head_dim)
+        values[:, self.length - n : self.length] = value.view(batch, n, heads, head_dim)
+        # The query heads of one key head become query rows: faster on a CPU than `enable_gqa`.
+        group = query.shape[1] // heads
+        q = query.view(batch, n, heads, group, head_dim).transpose(1, 2).flatten(2, 3)
+        mask = self._mask if n == 1 else self._mask.repeat_interleave(group, dim=2)
+        output = F.scaled_dot_product_attention(
+            q,
+            keys[:, : self.length].transpose(1, 2),
+            values[:, : self.length].transpose(1, 2),
+            attn_mask=mask,
+        )
+        output = output.view(batch, heads, n, group, head_dim).transpose(1, 2)
+        return output.reshape(query.shape)
+
+    def select(
+        self,
+        rows: Tensor,  # [B']
+    ) -> KVCache:
+        """Returns a cache of the sequences `rows`: fewer (drop finished ones) or repeated ones."""
+        chosen = KVCache(self.padding[rows], self.max_length)
+        chosen.length = self.length
+        chosen._keys = [keys[rows] for keys in self._keys]
+        chosen._values = [values[rows] for values in self._values]
+        return chosen

@@ -1,0 +1,397 @@
+"""The reference Llama: single-device code; sharding is applied from outside.
+
+Module and parameter names are Hugging Face's, so its state dicts load as they are. Tokens are
+packed, [T], never padded to a rectangle; how they see one another is `fastrl.models.attention`,
+files are `fastrl.models.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.config.model import Llama3RopeConfig, LlamaConfig
+from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.matmul import compute_dtype, matmul
+from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
+from fastrl.models.attention import Attend, KVCache, document_attention
+from fastrl.parallel import ParallelGroups
+
+
+def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns the angle per position of each rotary pair, [head_dim / 2] in `dtype`.
+
+        f_i = theta^(-2 i / head_dim)
+
+    and with Llama-3 scaling, by wavelength w_i = 2 pi / f_i and original context length C:
+    f_i where w_i < C / high_freq_factor, f_i / factor where w_i > C / low_freq_factor, between them
+    (1 - s) f_i / factor + s f_i, s = (C / w_i - low_freq_factor) / (high_freq_factor -
+    low_freq_factor).
+
+    References:
+        RoFormer, arXiv 2104.09864; The Llama 3 Herd of Models, arXiv 2407.21783; the scaling is
+        that of the code released with Llama 3.1.
+    """
+    rope = config.rope
+    exponent = torch.arange(0, config.head_dim, 2, device=device).to(dtype) / config.head_dim
+    frequencies = 1.0 / rope.theta**exponent
+    if isinstance(rope, Llama3RopeConfig):
+        turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        frequencies = (1 - keep) * frequencies / rope.factor + keep * frequencies
+    return frequencies
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of given positions, made once per forward for all layers.
+
+    An object and not two tensors in the layers' signature, so that mixed-precision wrappers, which
+    cast tensor arguments, leave the angles in fp32.
+    """
+
+    cos: Tensor  # [T, 1, head_dim], at least fp32
+    sin: Tensor  # [T, 1, head_dim], negative in the first half
+
+    @classmethod
+    def of(
+        cls,
+        positions: Tensor,  # [T]
+        config: LlamaConfig,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Returns the rotary embedding of `positions` for a model that computes in `dtype`."""
+        dtype = compute_dtype(dtype)
+        angles = positions[:, None].to(dtype) * rope_frequencies(config, positions.device, dtype)
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+
+    def __call__(
+        self,
+        heads: Tensor,  # [T, heads, head_dim]
+    ) -> Tensor:  # [T, heads, head_dim]
+        """Returns `heads` with pair (i, i + head_dim / 2) turned by the position's angle."""
+        first, second = heads.chunk(2, -1)
+        swapped = torch.cat((second, first), -1)
+        return (heads * self.cos + swapped * self.sin).to(heads.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in at least fp32.
+
+    References:
+        Root Mean Square Layer Normalization, arXiv 1910.07467.
+    """
+
+    def __init__(
+        self, size: int, eps: float, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        """Returns the normalised states in the dtype of the input."""
+        # torch computes it in fp32 for 16-bit inputs, one kernel on CUDA.
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary position embedding."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        size = config.hidden_size
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(size, query_size, bias, device, dtype)
+        self.k_proj = nn.Linear(size, key_size, bias, device, dtype)
+        self.v_proj = nn.Linear(size, key_size, bias, device, dtype)
+        self.o_proj = nn.Linear(query_size, size, bias, device, dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [T, D]
+        rotary: Rotary,
+        attend: Attend,
+    ) -> Tensor:  # [T, D]
+        """Returns the projected attention output."""
+        # -1 heads: under tensor parallelism the projections give this rank's heads only.
+        query = rotary(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        key = rotary(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        output: Tensor = self.o_proj(attend(self.layer, query, key, value).flatten(1))
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    References:
+        GLU Variants Improve Transformer, arXiv 2002.05202.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, config.mlp_bias, device, dtype)
+        self.up_proj = nn.Linear(size, inner, config.mlp_bias, device, dtype)
+        self.down_proj = nn.Linear(inner, size, config.mlp_bias, device, dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        """Returns the MLP's output."""
+        output: Tensor = self.down_proj(
+            F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        )
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, device, dtype)
+        self.self_attn = Attention(config, layer, device, dtype)
+        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
+        self.mlp = MLP(config, device, dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [T, D]
+        rotary: Rotary,
+        attend: Attend,
+    ) -> Tensor:  # [T, D]
+        """Returns the residual stream after this layer."""
+        attention = self.self_attn(self.input_layernorm(hidden_states), rotary, attend)
+        hidden_states = hidden_states + attention
+        output: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return output
+
+
+class Backbone(nn.Module):
+    """Embedding, decoder layers and final norm: everything before the head."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_embeddings: int,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(num_embeddings, size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, device, dtype) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [T]
+        positions: Tensor,  # [T]
+        attend: Attend,
+    ) -> Tensor:  # [T, D]
+        """Returns the hidden states after the final norm."""
+        hidden_states: Tensor = self.embed_tokens(tokens)
+        rotary = Rotary.of(positions, self.config, hidden_states.dtype)
+        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                hidden_states = checkpoint(
+                    layer, hidden_states, rotary, attend, use_reentrant=False
+                )
+            else:
+                hidden_states = layer(hidden_states, rotary, attend)
+        normed: Tensor = self.norm(hidden_states)
+        return normed
+
+
+class Llama(nn.Module):
+    """A Llama that ends in the language-model head, so its forward returns the loss.
+
+    Weights start normal with standard deviation `initializer_range` (norms at one, biases at
+    zero), drawn from torch's global generator: seed it before. On the meta device nothing is
+    drawn: call `to_empty`, then `reset_parameters` or `fastrl.models.checkpoint.load_weights`. A
+    tied head stays tied through both.
+
+    Args:
+        config: the architecture; `vocab_size` must be known.
+        groups: process groups of the head.
+        device: where parameters are made, "meta" for none yet.
+        dtype: of parameters and activations; default: torch's default dtype.
+
+    Raises:
+        ValueError: the config has no `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        groups: ParallelGroups | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("`vocab_size` must be set in the model's config before it is built")
+        device = torch.device(device) if device is not None else None
+        self.config = config
+        self.model = Backbone(config, config.padded_vocab_size or config.vocab_size, device, dtype)
+        head_config = LanguageModelHeadConfig(
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            padded_vocab_size=config.padded_vocab_size,
+            **dict(config.head),
+        )
+        self.lm_head = LanguageModelHead(head_config, groups, device=device, dtype=dtype)
+        self.tie_weights()
+        self.register_load_state_dict_post_hook(_tie_after_loading)
+        if not self.model.norm.weight.is_meta:
+            self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Makes the head's weight the embedding's, the same parameter, if the config says so."""
+        if self.config.tie_word_embeddings:
+            weight = self.model.embed_tokens.weight
+            assert isinstance(weight, nn.Parameter)
+            self.lm_head.weight = weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `to_empty` and moves between devices are made of: they give a shared parameter one
+        # copy per module that holds it.
+        super()._apply(fn, recurse)
+        self.tie_weights()
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, from torch's global generator."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=self.config.initializer_range)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,  # [T]
+        positions: Tensor,  # [T]
+        document_index: Tensor,  # [T]
+    ) -> Tensor:  # [T, D]
+        """Returns the final hidden states of packed documents, which cannot see each other.
+
+        Args:
+            tokens: int64 ids.
+            positions: int64, of each token in its document.
+            document_index: int64, -1 is padding. A document's rows are adjacent and in order.
+        """
+        attend = document_attention(
+            document_index,
+            implementation=self.config.attention_implementation,
+            head_dim=self.config.head_dim,
+            dtype=self.model.norm.weight.dtype,
+        )
+        hidden_states: Tensor = self.model(tokens, positions, attend)
+        return hidden_states
+
+    def forward(self, batch: BatchKwargs, *, return_logprobs: bool = False) -> HeadOutput:
+        """Returns the head's loss and metrics (and log-probabilities) of a packed batch."""
+        hidden_states = self.hidden_states(batch.tokens, batch.positions, batch.document_index)
+        output: HeadOutput = self.lm_head(hidden_states, batch, return_logprobs=return_logprobs)
+        return output
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> tuple[Tensor, KVCache]:  # [B, V]
+        """Returns the logits after each prompt, and a cache with room for `max_new_tokens`.
+
+        Prompts may have different lengths but not be empty. To sample a prompt n times, give it
+        once and repeat it: `logits.repeat_interleave(n, 0)` and `cache.select(rows)`, with `rows`
+        from `torch.arange(B).repeat_interleave(n)`.
+
+        Raises:
+            ValueError: an empty prompt, or no prompt at all.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or min(lengths) == 0:
+            raise ValueError(f"`prompts` must have at least one token each, got lengths {lengths}")
+        longest = max(lengths)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        device = self.model.norm.weight.device
+        padding = longest - torch.tensor(lengths, device=device)
+        cache = KVCache(padding, longest + max_new_tokens)
+        return self.decode(torch.tensor(padded, device=device), cache), cache
+
+    @torch.no_grad()
+    def decode(
+        self,
+        tokens: Tensor,  # [B, n]
+        cache: KVCache,
+    ) -> Tensor:  # [B, V]
+        """Returns the logits after the last of `tokens`, and appends the tokens to the cache.
+
+            z = cap(logit_scale (h W^T + b)), at least fp32
+
+        which is the head's distribution before its temperature. Padding rows of the vocabulary are
+        left out.
+        """
+        positions = cache.extend(tokens.shape[1], self.model.norm.weight.dtype)
+        hidden_states = self.model(tokens.flatten(), positions.flatten(), cache)
+        return self._logits(hidden_states.unflatten(0, tokens.shape)[:, -1])
+
+    def _logits(
+        self,
+        hidden_states: Tensor,  # [B, D]
+    ) -> Tensor:  # [B, V]
+        head = self.config.head
+        logits = matmul(hidden_states, self.lm_head.weight[: self.config.vocab_size].t())
+        if self.lm_head.bias is not None:
+            logits = logits + self.lm_head.bias[: self.config.vocab_size]
+        logits = logits * head.logit_scale
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        return logits
+
+
+def _tie_after_loading(module: nn.Module, _: object) -> None:
+    """Ties again after `load_state_dict(assign=True)`, which replaces each name by itself."""
+    assert isinstance(module, Llama)
+    module.tie_weights()
