@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastrl.config import LanguageModelHeadConfig, LlamaConfig
-    from fastrl.data.batch import BatchCounts, BatchKwargs, RowSet, TokenBatch
+    from fastrl.data.batch import BatchCounts, TokenBatch
     from fastrl.data.documents import Document
-    from fastrl.functional.linear_logprobs import TokenStatistics, linear_logprobs
+    from fastrl.functional.batch import BatchKwargs, RowSet
+    from fastrl.functional.linear_logprobs import linear_logprobs
+    from fastrl.functional.statistics import TokenStatistics
     from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
     from fastrl.models.llama import Llama
     from fastrl.parallel import ParallelGroups
@@ -34,7 +36,7 @@ __all__ = [
 
 _MODULES = {
     "BatchCounts": "fastrl.data.batch",
-    "BatchKwargs": "fastrl.data.batch",
+    "BatchKwargs": "fastrl.functional.batch",
     "Document": "fastrl.data.documents",
     "HeadOutput": "fastrl.layers.language_model_head",
     "LanguageModelHead": "fastrl.layers.language_model_head",
@@ -42,9 +44,9 @@ _MODULES = {
     "Llama": "fastrl.models.llama",
     "LlamaConfig": "fastrl.config",
     "ParallelGroups": "fastrl.parallel",
-    "RowSet": "fastrl.data.batch",
+    "RowSet": "fastrl.functional.batch",
     "TokenBatch": "fastrl.data.batch",
-    "TokenStatistics": "fastrl.functional.linear_logprobs",
+    "TokenStatistics": "fastrl.functional.statistics",
     "linear_logprobs": "fastrl.functional.linear_logprobs",
 }
 

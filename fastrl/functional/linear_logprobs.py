@@ -120,7 +120,7 @@ def forward_statistics(
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     statistics = new_running_statistics(num_rows, dtype, hidden.device)
     tiling = recompute_tiling(
-        num_rows, weight.shape[0], dtype.itemsize, problem.chunk_size, problem.max_logits_bytes
+        num_rows, weight.shape[0], hidden.dtype, problem.chunk_size, problem.max_logits_bytes
     )
     for start, stop in spans(num_rows, tiling.num_rows):
         for first, last in spans(weight.shape[0], tiling.num_columns):
@@ -129,9 +129,7 @@ def forward_statistics(
                 matmul(hidden[start:stop], weight[first:last].t()),
                 labels[start:stop],
                 transform.rows(slice(start, stop)),
-                bias=None if bias is None else bias[first:last],
-                first_column=problem.first_column + first,
-                num_columns=problem.valid_columns(first, last),
+                problem.tile(bias, first, last),
                 entropy=problem.entropy,
             )
     return finish_statistics(problem.merge_over_vocabulary(statistics), problem.entropy)
@@ -157,13 +155,13 @@ class _LinearLogprobs(torch.autograd.Function):
             problem.transform.rows(problem.rows),
             problem,
         )
-        statistics = statistics.map(lambda value: scatter_rows(value, problem.rows, problem.num_tokens))
+        statistics = statistics.map(
+            lambda value: scatter_rows(value, problem.rows, problem.num_tokens)
+        )
         ctx.problem = problem
         ctx.gradient_rows = problem.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            hidden_states, weight, bias, statistics.logsumexp, statistics.entropy
-        )
+        ctx.save_for_backward(hidden_states, weight, bias, statistics.logsumexp, statistics.entropy)
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
@@ -215,7 +213,7 @@ def recompute_backward(
     """
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     tiling = recompute_tiling(
-        num_rows, weight.shape[0], dtype.itemsize, problem.chunk_size, problem.max_logits_bytes
+        num_rows, weight.shape[0], hidden.dtype, problem.chunk_size, problem.max_logits_bytes
     )
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
     grad_weight = torch.empty_like(weight) if needs[1] else None
@@ -234,9 +232,7 @@ def recompute_backward(
                 None if entropy is None else entropy[chunk],
                 gradients.rows(chunk),
                 transform.rows(chunk),
-                bias=None if bias is None else bias[first:last],
-                first_column=problem.first_column + first,
-                num_columns=problem.valid_columns(first, last),
+                problem.tile(bias, first, last),
             )
             if grad_hidden is not None:
                 add_matmul_(grad_hidden[chunk], grad_logits, slab)

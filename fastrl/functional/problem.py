@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastrl.functional.row_ops import LogitTransform
+from fastrl.functional.row_ops import LogitTransform, VocabularyTile
 from fastrl.functional.statistics import merge_running_statistics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
@@ -40,9 +40,11 @@ class HeadProblem:
         """Whether hidden states are a slice of tokens whose logits need every tp rank."""
         return self.groups.tp is not None and self.groups.sp is not None
 
-    def valid_columns(self, first: int, last: int) -> int:
-        """How many of this rank's weight rows [first, last) belong to the vocabulary."""
-        return min(max(self.vocab_size - self.first_column - first, 0), last - first)
+    def tile(self, bias: Tensor | None, first: int, last: int) -> VocabularyTile:
+        """The tile of logits of this rank's weight rows [first, last)."""
+        column = self.first_column + first
+        valid = min(max(self.vocab_size - column, 0), last - first)
+        return VocabularyTile(column, valid, None if bias is None else bias[first:last])
 
     def gather_hidden(self, hidden_states: Tensor) -> Tensor:
         """[T, D]: all tokens' hidden states, gathered over `sp` where they are sharded."""
@@ -113,8 +115,9 @@ def check_inputs(
     start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
     if stop - start != weight.shape[0]:
         raise ValueError(
-            f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole weight"
-            f" on rank {tp_rank} of {tp_size}, got {weight.shape[0]} rows; shard it by `vocab_shard`."
+            f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole"
+            f" weight on rank {tp_rank} of {tp_size}, got {weight.shape[0]} rows; shard it by"
+            " `vocab_shard`."
         )
     vocab_size = weight_rows if vocab_size is None else vocab_size
     if not 0 < vocab_size <= weight_rows:
@@ -146,15 +149,19 @@ def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
         if isinstance(tensor, DTensor):
             raise TypeError(
-                f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or run"
-                " the head inside the module that `fully_shard` wraps."
+                f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or"
+                " run the head inside the module that `fully_shard` wraps."
             )
     if hidden_states.ndim != 2 or hidden_states.dtype not in FLOAT_DTYPES:
         raise ValueError(
             "`hidden_states` must be bf16, fp16, fp32 or float64 of shape [T, D], got"
             f" {hidden_states.dtype} {list(hidden_states.shape)}; flatten packed batches first."
         )
-    if weight.ndim != 2 or weight.shape[1] != hidden_states.shape[1] or weight.dtype != hidden_states.dtype:
+    if (
+        weight.ndim != 2
+        or weight.shape[1] != hidden_states.shape[1]
+        or weight.dtype != hidden_states.dtype
+    ):
         raise ValueError(
             f"`weight` must be {hidden_states.dtype} of shape [V, {hidden_states.shape[1]}] like"
             f" `hidden_states`, got {weight.dtype} {list(weight.shape)}; cast or gather it first"
@@ -162,8 +169,8 @@ def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise ValueError(
-            f"`bias` must be {weight.dtype} of shape [{weight.shape[0]}], one a row of `weight`, got"
-            f" {bias.dtype} {list(bias.shape)}."
+            f"`bias` must be {weight.dtype} of shape [{weight.shape[0]}], one a row of `weight`,"
+            f" got {bias.dtype} {list(bias.shape)}."
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != hidden_states.device:
@@ -176,8 +183,8 @@ def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -
 def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_size: int) -> None:
     if labels.dtype != torch.int64 or labels.shape != (num_tokens,):
         raise ValueError(
-            f"`labels` must be int64 of shape [{num_tokens}] (one a hidden state), got {labels.dtype}"
-            f" {list(labels.shape)}; labels are shifted before packing."
+            f"`labels` must be int64 of shape [{num_tokens}] (one a hidden state), got"
+            f" {labels.dtype} {list(labels.shape)}; labels are shifted before packing."
         )
     if labels.device != hidden_states.device:
         raise ValueError(
@@ -198,8 +205,8 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
     if isinstance(temperature, Tensor):
         if temperature.shape != labels.shape or not temperature.is_floating_point():
             raise ValueError(
-                f"`temperature` must be a number or a float tensor of shape {list(labels.shape)}, got"
-                f" {temperature.dtype} {list(temperature.shape)}."
+                f"`temperature` must be a number or a float tensor of shape {list(labels.shape)},"
+                f" got {temperature.dtype} {list(temperature.shape)}."
             )
         if temperature.device != labels.device:
             raise ValueError(
@@ -210,5 +217,3 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
     if transform.softcap is not None and not transform.softcap > 0:
         raise ValueError(f"`softcap` must be positive or None, got {transform.softcap}.")
-
-

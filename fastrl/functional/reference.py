@@ -39,7 +39,7 @@ def token_statistics(
     z: Tensor,  # [T, V]
     labels: Tensor,  # [T]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob, entropy, logsumexp) [T]: z[label] - lse, lse - sum p z, log sum exp z; 0 unlabelled."""
+    """(z[label] - lse, lse - sum p z, lse = log sum exp z) [T]; 0 without label."""
     logprobs, entropies, logsumexps = [], [], []
     for row, label in zip(z, labels.tolist(), strict=True):
         if label == -100:
@@ -78,8 +78,11 @@ def normalised_sum(
     num_documents: int,
     length: float = 1.0,
 ) -> Tensor:
-    """Loss of per-token values: `tokens` sum / num_labels; `documents` each document's token mean /
-    num_documents; `constant` sum / (num_documents length)."""
+    """Loss of per-token values.
+
+    `tokens`: sum / num_labels. `documents`: each document's token mean / num_documents.
+    `constant`: sum / (num_documents length).
+    """
     total = torch.zeros((), dtype=torch.float64)
     for document in values:
         for value in document:
@@ -168,9 +171,7 @@ def gspo(
     return normalised_sum(values, normalisation, num_labels, num_documents, length)
 
 
-def kl_estimate(
-    logprob: Tensor, ref_logprob: Tensor, estimator: str
-) -> Tensor:
+def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> Tensor:
     """Schulman's estimators of KL(policy, reference) from one token of the policy, d = logp - ref.
 
     k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.

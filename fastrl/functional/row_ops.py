@@ -29,6 +29,15 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
+class VocabularyTile:
+    """Where a tile of logits lies in the vocabulary."""
+
+    first_column: int  # vocabulary index of the tile's first column
+    num_columns: int  # its columns that belong to the vocabulary; the rest is padding
+    bias: Tensor | None  # [S] of its columns
+
+
+@dataclass(frozen=True)
 class RowGradients:
     """Upstream gradients of the row statistics; None is zero."""
 
@@ -50,27 +59,23 @@ def update_row_statistics(
     logits: Tensor,  # [R, S] raw products of this tile
     labels: Tensor,  # [R] of the whole vocabulary
     transform: LogitTransform,
+    tile: VocabularyTile,
     *,
-    bias: Tensor | None,  # [S]
-    first_column: int,
-    num_columns: int,
     entropy: bool,
 ) -> None:
     """Merges a tile of the vocabulary into the running statistics, in place.
 
     Args:
-        statistics: max m, s = sum e^(z-m), u = sum (z-m) e^(z-m) and z[label] of the columns so far.
+        statistics: of the columns so far (`new_running_statistics`).
         logits: fp32 (fp64) products; left as they are.
         labels: int64; labels outside of this tile match nothing.
         transform: how products become z.
-        bias: of this tile's columns.
-        first_column: vocabulary index of the tile's first column.
-        num_columns: columns of the tile that belong to the vocabulary; the rest is padding.
+        tile: where the tile lies.
         entropy: whether u is kept.
     """
-    z, _ = _transformed(logits, transform, bias, num_columns)
-    if num_columns == 0:
+    if tile.num_columns == 0:
         return
+    z, _ = _transformed(logits, transform, tile)
     maximum = torch.maximum(statistics[MAX], z.amax(1))
     shift = finite_or_zero(maximum)
     z_shifted = z - shift[:, None]
@@ -84,9 +89,8 @@ def update_row_statistics(
         statistics[SUM_SHIFTED] = old + torch.where(exp > 0, z_shifted * exp, 0).sum(1)
     statistics[SUM_EXP] = sum_exp + exp.sum(1)
     statistics[MAX] = maximum
-    column = labels - first_column
-    inside = (column >= 0) & (column < num_columns)
-    picked = z.gather(1, column.clamp(0, num_columns - 1)[:, None])[:, 0]
+    column, inside = _label_columns(labels, tile)
+    picked = z.gather(1, column[:, None])[:, 0]
     statistics[LABEL] = torch.where(inside, picked, statistics[LABEL])
 
 
@@ -97,17 +101,16 @@ def row_gradient(
     entropy: Tensor | None,  # [R], needed with a gradient of the entropy
     gradients: RowGradients,
     transform: LogitTransform,
-    *,
-    bias: Tensor | None,  # [S]
-    first_column: int,
-    num_columns: int,
+    tile: VocabularyTile,
 ) -> Tensor:  # [R, S]
     """Gradient of the raw products x of a tile.
 
     dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), then through
     temperature, cap and scale. Columns of padding get exactly 0.
     """
-    z, cap_slope = _transformed(logits, transform, bias, num_columns)
+    if tile.num_columns == 0:
+        return torch.zeros_like(logits)
+    z, cap_slope = _transformed(logits, transform, tile)
     log_p = z - finite_or_zero(logsumexp)[:, None]
     p = log_p.exp()
     factor = -gradients.logprobs
@@ -118,11 +121,9 @@ def row_gradient(
         assert entropy is not None
         slope = torch.where(p > 0, p * (log_p + entropy[:, None]), 0)
         dz -= gradients.entropy[:, None] * slope
-    column = labels - first_column
-    inside = (column >= 0) & (column < num_columns)
-    if num_columns > 0:
-        picked = torch.where(inside, gradients.logprobs, 0)
-        dz.scatter_add_(1, column.clamp(0, num_columns - 1)[:, None], picked[:, None])
+    column, inside = _label_columns(labels, tile)
+    picked = torch.where(inside, gradients.logprobs, 0)
+    dz.scatter_add_(1, column[:, None], picked[:, None])
     if isinstance(transform.temperature, Tensor):
         dz /= transform.temperature[:, None]
     elif transform.temperature != 1.0:
@@ -131,18 +132,23 @@ def row_gradient(
         dz *= cap_slope
     if transform.logit_scale != 1.0:
         dz *= transform.logit_scale
-    if num_columns == logits.shape[1]:
-        return dz
-    return torch.nn.functional.pad(dz, (0, logits.shape[1] - num_columns))
+    return torch.nn.functional.pad(dz, (0, logits.shape[1] - tile.num_columns))
+
+
+def _label_columns(labels: Tensor, tile: VocabularyTile) -> tuple[Tensor, Tensor]:
+    """Each label's column in the tile (clamped into it) and whether it lies in the tile."""
+    column = labels - tile.first_column
+    inside = (column >= 0) & (column < tile.num_columns)
+    return column.clamp(0, tile.num_columns - 1), inside
 
 
 def _transformed(
-    logits: Tensor, transform: LogitTransform, bias: Tensor | None, num_columns: int
+    logits: Tensor, transform: LogitTransform, tile: VocabularyTile
 ) -> tuple[Tensor, Tensor | None]:
     """z of the valid columns and the slope of the cap there."""
-    z = logits[:, :num_columns]
-    if bias is not None:
-        z = z + bias[:num_columns]
+    z = logits[:, : tile.num_columns]
+    if tile.bias is not None:
+        z = z + tile.bias[: tile.num_columns]
     if transform.logit_scale != 1.0:
         z = z * transform.logit_scale
     cap_slope = None

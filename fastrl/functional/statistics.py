@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,16 @@ class TokenStatistics:
     entropy: Tensor | None  # [T]
     logsumexp: Tensor  # [T]
 
-    def map(self, function: object) -> TokenStatistics:
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The statistics with `function` applied to each vector."""
-        assert callable(function)
         entropy = None if self.entropy is None else function(self.entropy)
         return TokenStatistics(function(self.logprobs), entropy, function(self.logsumexp))
+
+    def vectors(self) -> list[Tensor]:
+        """The vectors that are there, logsumexp last."""
+        return [
+            vector for vector in (self.logprobs, self.entropy, self.logsumexp) if vector is not None
+        ]
 
 
 # Rows of the running statistics [4, R] of a part of the vocabulary.
@@ -36,7 +42,7 @@ MAX, SUM_EXP, SUM_SHIFTED, LABEL = range(4)
 
 
 def new_running_statistics(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4, R] statistics of no columns at all: max m, s = sum e^(z-m), u = sum (z-m) e^(z-m), z[label].
+    """[4, R] statistics of no columns: max m, s = sum e^(z-m), u = sum (z-m) e^(z-m), z[label].
 
     u is kept relative to the max, so that entropy = log s - u / s has no cancellation.
     """
@@ -63,7 +69,7 @@ def finish_statistics(statistics: Tensor, entropy: bool) -> TokenStatistics:  # 
     """Token statistics of running statistics that cover the whole vocabulary."""
     log_sum = statistics[SUM_EXP].log()
     return TokenStatistics(
-        # Not label - logsumexp: the difference of two large numbers would lose the digits of log_sum.
+        # Not label - logsumexp: two large numbers would lose the digits of log_sum.
         logprobs=(statistics[LABEL] - finite_or_zero(statistics[MAX])) - log_sum,
         entropy=log_sum - statistics[SUM_SHIFTED] / statistics[SUM_EXP] if entropy else None,
         logsumexp=statistics[MAX] + log_sum,

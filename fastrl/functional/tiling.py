@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+
+from fastrl.functional.matmul import compute_dtype
 
 # Rows and columns of a tile are multiples of this where the bounds allow: a GEMM's tile.
 ALIGNMENT = 128
@@ -24,12 +29,15 @@ class Tiling:
 def recompute_tiling(
     num_rows: int,
     num_columns: int,
-    element_size: int,
+    dtype: torch.dtype,
     chunk_size: int | None,
     max_logits_bytes: int,
 ) -> Tiling:
     """Row and column bounds of the tiles of `recompute` and of every forward without gradient."""
-    rows = min(num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // element_size, 1))
+    element_size = compute_dtype(dtype).itemsize
+    rows = min(
+        num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // element_size, 1)
+    )
     rows = even_chunk(num_rows, max(rows, 1))
     columns = min(max_logits_bytes, RECOMPUTE_TILE_BYTES) // (element_size * max(rows, 1))
     columns = max(columns, 1)
@@ -41,11 +49,41 @@ def recompute_tiling(
 
 
 def single_pass_rows(
-    num_columns: int, element_size: int, chunk_size: int | None, max_logits_bytes: int
+    num_columns: int, dtype: torch.dtype, chunk_size: int | None, max_logits_bytes: int
 ) -> int:
-    """Most rows whose whole logits fit into the bounds, at least 1."""
-    rows = max(max_logits_bytes // (element_size * max(num_columns, 1)), 1)
+    """Most rows whose whole logits, for hidden states of `dtype`, fit the bounds; at least 1."""
+    rows = max(max_logits_bytes // (compute_dtype(dtype).itemsize * max(num_columns, 1)), 1)
     return rows if chunk_size is None else min(rows, chunk_size)
+
+
+def chunk_rows(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    chunk_size: int | None,
+    max_logits_bytes: int,
+    document_ends: Sequence[int] | None = None,
+) -> list[int] | None:
+    """Ends of even chunks of rows whose logits fit the bounds.
+
+    With `document_ends` (cumulative rows at the end of each document) chunks hold whole documents;
+    None if a document alone exceeds the bounds.
+    """
+    most = single_pass_rows(num_columns, dtype, chunk_size, max_logits_bytes)
+    if document_ends is None:
+        step = even_chunk(num_rows, most)
+        return [min(start + step, num_rows) for start in range(0, num_rows, step)]
+    target = even_chunk(num_rows, most)
+    ends: list[int] = []
+    start = previous = 0
+    for end in document_ends:
+        if end - previous > most:
+            return None
+        if end - start > target and previous > start:
+            ends.append(previous)
+            start = previous
+        previous = end
+    return [*ends, num_rows] if num_rows else []
 
 
 def even_chunk(total: int, most: int) -> int:

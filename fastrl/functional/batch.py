@@ -1,0 +1,171 @@
+"""What a model and its head get: one rank's (micro-)sequence in label alignment; no packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INTEGER_COLUMNS = ("tokens", "positions", "labels", "document_index", "model_version")
+_FLOAT_COLUMNS = (
+    "label_counts",
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "temperature",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSet:
+    """A subset of a shard's rows, known on the host: using it needs no device synchronisation.
+
+    Attributes:
+        index: [R] int64, increasing.
+        document_ends: cumulative number of rows at the end of each document of this shard that has
+            a row; the last is R, and it is empty for no rows.
+    """
+
+    index: Tensor  # [R]
+    document_ends: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.index.shape[0]
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: Tensor,  # [T]
+        document_index: Tensor,  # [T]
+    ) -> RowSet:
+        """The rows where `mask` is True. Both tensors are on the CPU."""
+        index = mask.nonzero().squeeze(1)
+        documents = document_index[index]
+        inner = (documents[1:] != documents[:-1]).nonzero().squeeze(1) + 1
+        ends = [*inner.tolist(), len(index)] if len(index) else []
+        return cls(index=index, document_ends=tuple(ends))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RowSet:
+        """The same rows with their index on `device`."""
+        return replace(self, index=self.index.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchKwargs:
+    """One sequence-data rank's (micro-)sequence of T tokens; slot t belongs to `labels[t]`.
+
+    Attributes:
+        tokens: [T] int64, 0 at padding.
+        positions: [T] int64 inside the document; at padding they count from 0.
+        labels: [T] int64, the token that slot t must predict; -100 = none. The only mask.
+        document_index: [T] int64, the same number on every rank that holds a piece; -1 = padding.
+        label_counts: [T] fp32, labels of the whole document of the slot, over all shards; 0 at
+            padding.
+        num_documents: documents of the whole packed sequence, with labels or not: the size of
+            per-document buffers on all its ranks.
+        num_labels_in_batch: labels of the optimizer step: all data ranks, all micro-batches.
+        num_documents_in_batch: documents with a label of the optimizer step.
+        advantages: [T] fp32, 0 at slots without label, as in the three that follow.
+        old_logprobs: [T] fp32 nats, denominator of the ratio.
+        ref_logprobs: [T] fp32 nats, under the frozen reference.
+        rollout_logprobs: [T] fp32 nats, the sampler's own.
+        temperature: one number if all documents share it, else [T] fp32, 1 at padding.
+        model_version: [T] int64, -1 where there is none (padding, documents without label).
+        rewards: [num_documents] fp32, NaN = none, for metrics.
+        labelled_rows: rows with a label.
+        active_rows: labelled rows whose advantage is not 0; None without advantages.
+        active_document_rows: labelled rows of documents that have a labelled advantage other than 0
+            anywhere, also in another shard; None without advantages.
+        whole_documents: no document with a label is cut by this split of the packed sequence: the
+            same on all its sequence-data ranks and micro-sequences, so that a choice of collectives
+            may depend on it.
+
+    Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
+    """
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    labels: Tensor  # [T]
+    document_index: Tensor  # [T]
+    label_counts: Tensor  # [T]
+    num_documents: int
+    num_labels_in_batch: int | Tensor
+    num_documents_in_batch: int | Tensor
+    advantages: Tensor | None = None  # [T]
+    old_logprobs: Tensor | None = None  # [T]
+    ref_logprobs: Tensor | None = None  # [T]
+    rollout_logprobs: Tensor | None = None  # [T]
+    temperature: float | Tensor = 1.0  # scalar or [T]
+    model_version: Tensor | None = None  # [T]
+    rewards: Tensor | None = None  # [num_documents]
+    labelled_rows: RowSet | None = None
+    active_rows: RowSet | None = None
+    active_document_rows: RowSet | None = None
+    whole_documents: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses vectors that do not belong together, which would otherwise broadcast."""
+        shape = self.labels.shape
+        for name in (*_INTEGER_COLUMNS, *_FLOAT_COLUMNS):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) or (name == "temperature" and value.ndim == 0):
+                continue
+            is_integer = name in _INTEGER_COLUMNS
+            if value.shape != shape or value.ndim != 1:
+                raise ValueError(
+                    f"`{name}` must be of shape [T], one value a label ({list(shape)}), got "
+                    f"{list(value.shape)}"
+                )
+            if value.dtype != torch.int64 if is_integer else not value.is_floating_point():
+                kind = "int64" if is_integer else "floating-point"
+                raise ValueError(f"`{name}` must be {kind}, got {value.dtype}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BatchKwargs:
+        """The same batch on `device`; `non_blocking` helps from pinned memory."""
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> BatchKwargs:
+        """The same batch in page-locked memory, for `to(device, non_blocking=True)`."""
+        return self._map(lambda value: value.pin_memory())
+
+    def replace(self, **changes: Any) -> BatchKwargs:
+        """The same batch with some fields changed, such as `old_logprobs` from another pass."""
+        return replace(self, **changes)
+
+    def select(
+        self,
+        index: Tensor | slice,  # [R]
+    ) -> BatchKwargs:
+        """The batch of the rows `index`: [T] vectors gathered, counts kept, row sets dropped.
+
+        `whole_documents` goes on to describe the shard, not the selection.
+        """
+        names = (*_INTEGER_COLUMNS, *_FLOAT_COLUMNS)
+        vectors = {name: getattr(self, name) for name in names}
+        gathered: dict[str, Any] = {
+            name: value[index]
+            for name, value in vectors.items()
+            if isinstance(value, Tensor) and value.ndim == 1
+        }
+        return replace(
+            self, labelled_rows=None, active_rows=None, active_document_rows=None, **gathered
+        )
+
+    def _map(self, function: Any) -> BatchKwargs:
+        """The batch with `function` applied to every tensor, also those of row sets."""
+        changes: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changes[field.name] = function(value)
+            elif isinstance(value, RowSet):
+                changes[field.name] = replace(value, index=function(value.index))
+        return replace(self, **changes)

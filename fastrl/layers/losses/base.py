@@ -1,0 +1,75 @@
+"""What every loss of the head shares: its rows, its normalisation, the form of its metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastrl.config.losses import LossConfig
+from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.statistics import TokenStatistics
+
+ConfigT = TypeVar("ConfigT", bound=LossConfig)
+
+
+class LanguageModelLoss(ABC, Generic[ConfigT]):
+    """A loss that is a function of per-token statistics [T] and of what the batch says.
+
+    It returns the sum over the tokens it is given divided by a count of the whole optimizer step,
+    so that the losses (and gradients) of all chunks, micro-batches and ranks add up.
+
+    Args:
+        config: of this loss.
+        token_groups: groups between whose ranks the tokens of a document may be split.
+    """
+
+    level: str = "token"
+    """`token`: a token's loss needs that token alone. `document`: it needs its whole document."""
+
+    needs_entropy: bool = False
+    """Whether the loss itself is a function of the entropy."""
+
+    def __init__(self, config: ConfigT, token_groups: Sequence[ProcessGroup | None] = ()) -> None:
+        self.config = config
+        self.token_groups = token_groups
+
+    @abstractmethod
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        """The loss of the tokens of `statistics` and `batch` [T], a scalar.
+
+        Slots without label must have no say, whatever their values.
+        """
+
+    @abstractmethod
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        """Detached metrics of the tokens, in the form that `fastrl.layers.losses.metrics` adds."""
+
+    def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
+        """Rows outside of which neither value nor gradient can be other than 0; None: unknown."""
+        return batch.labelled_rows
+
+    def normalise(self, values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
+        """The scalar loss of per-token values, 0 at slots without label."""
+        config = self.config
+        if config.normalisation == "tokens":
+            return values.sum() / at_least_one(batch.num_labels_in_batch)
+        documents = at_least_one(batch.num_documents_in_batch)
+        if config.normalisation == "documents":
+            return (values / batch.label_counts.clamp(min=1)).sum() / documents
+        assert config.length is not None
+        return values.sum() / (documents * config.length)
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """`count`, or 1 for a step without any label, whose sums are 0 as well."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
+    """`values` where `mask`, and exactly 0 (also in the gradient) elsewhere, NaN or not."""
+    return torch.where(mask, values, torch.zeros_like(values))
