@@ -1,7 +1,7 @@
 """Packed batches: padding, counts over the optimizer step, and each rank's slice.
 
 Here: `TokenBatch`, `BatchCounts`. The label shift is in `documents.py`, the slice arithmetic in
-`slices.py`, what a model gets in `batch_kwargs.py`.
+`slices.py`, what a model gets in `fastrl.functional.batch`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl.data.batch_kwargs import BatchKwargs, RowSet
 from fastrl.data.documents import IGNORE_LABEL, Document, shift_documents
 from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
+from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.parallel import ParallelGroups, group_rank, group_size
 
 __all__ = ["BatchCounts", "BatchKwargs", "RowSet", "TokenBatch"]

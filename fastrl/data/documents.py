@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from numbers import Integral, Real
+from sys import float_info
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -133,21 +133,17 @@ def shift_documents(
     Raises:
         DocumentError: naming the document, the field, what is required and what was given.
     """
-    tokens = [_tokens(number, document) for number, document in enumerate(documents)]
-    lengths = np.array([len(values) for values in tokens], dtype=np.int64)
+    tokens, lengths = _joined_tokens(documents)
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    flat_tokens = np.concatenate([np.zeros(0, np.int64), *tokens])
-    positions = np.arange(len(flat_tokens)) - np.repeat(starts, lengths)
-
-    learned = np.zeros(len(flat_tokens), dtype=np.bool_)
+    learned = np.zeros(len(tokens), dtype=np.bool_)
     for number, document in enumerate(documents):
         _mark_learned(number, document, learned[starts[number] : ends[number]])
     labelled = np.zeros_like(learned)
     labelled[:-1] = learned[1:]
     labelled[ends - 1] = False
-    labels = np.full(len(flat_tokens), IGNORE_LABEL, dtype=np.int64)
-    labels[:-1] = np.where(labelled[:-1], flat_tokens[1:], IGNORE_LABEL)
+    labels = np.full(len(tokens), IGNORE_LABEL, dtype=np.int64)
+    labels[:-1] = np.where(labelled[:-1], tokens[1:], IGNORE_LABEL)
     document_index = np.repeat(np.arange(len(documents)), lengths)
     label_counts = np.bincount(document_index[labelled], minlength=len(documents))
 
@@ -155,9 +151,9 @@ def shift_documents(
         _check_scalars(number, document)
     carried = _carried_columns(documents, label_counts, columns)
     return ShiftedDocuments(
-        tokens=flat_tokens,
+        tokens=tokens,
         labels=labels,
-        positions=positions,
+        positions=np.arange(len(tokens)) - np.repeat(starts, lengths),
         document_index=document_index,
         columns={
             name: _shifted_column(documents, TOKEN_COLUMNS[name], starts, ends, labelled)
@@ -172,17 +168,25 @@ def shift_documents(
     )
 
 
-def _tokens(number: int, document: Document) -> Array:
-    tokens = _array(number, "tokens", document.tokens)
-    if len(tokens) == 0:
-        raise DocumentError(number, "tokens", "must hold at least one token, got none")
-    if tokens.dtype.kind not in "iu":
-        raise DocumentError(number, "tokens", f"must be integers, got {_dtype_name(tokens)}")
-    bad = np.flatnonzero((tokens < 0) | (tokens > np.iinfo(np.int64).max))
-    if bad.size:
-        problem = f"must be ids of at least 0, got {tokens[bad[0]]} at position {bad[0]}"
+def _joined_tokens(documents: Sequence[Document]) -> tuple[Array, Array]:
+    """The tokens of all documents, [T] int64, and each one's number of tokens, [N] int64."""
+    pieces = []
+    for number, document in enumerate(documents):
+        tokens = as_array(number, "tokens", document.tokens)
+        if len(tokens) == 0:
+            raise DocumentError(number, "tokens", "must hold at least one token, got none")
+        if tokens.dtype.kind not in "iu":
+            raise DocumentError(number, "tokens", f"must be integers, got {_dtype_name(tokens)}")
+        pieces.append(tokens.astype(np.int64, copy=False))  # an id above the range turns negative
+    lengths = np.array([len(tokens) for tokens in pieces], dtype=np.int64)
+    joined = np.concatenate([np.zeros(0, np.int64), *pieces])
+    if joined.size and joined.min() < 0:
+        number = int(np.searchsorted(np.cumsum(lengths), joined.argmin(), side="right"))
+        position = int(pieces[number].argmin())
+        got = documents[number].tokens[position]
+        problem = f"must be ids from 0 to 2^63 - 1, got {got} at position {position}"
         raise DocumentError(number, "tokens", problem)
-    return tokens.astype(np.int64, copy=False)
+    return joined, lengths
 
 
 def _mark_learned(number: int, document: Document, learned: Array) -> None:
@@ -199,7 +203,7 @@ def _mark_learned(number: int, document: Document, learned: Array) -> None:
         learned[length:] = True
         return
     assert document.loss_mask is not None
-    mask = _array(number, "loss_mask", document.loss_mask)
+    mask = as_array(number, "loss_mask", document.loss_mask)
     if len(mask) != len(learned):
         problem = f"must have {len(learned)} values, one a token, got {len(mask)}"
         raise DocumentError(number, "loss_mask", problem)
@@ -215,7 +219,7 @@ def _check_scalars(number: int, document: Document) -> None:
         value = getattr(document, field)
         if field == "logprobs_temperature" and value is None:
             continue
-        if not _is_real(value) or not (isfinite(value) and value > 0):
+        if not is_finite(value) or not value > 0:
             raise DocumentError(number, field, f"must be a finite number above 0, got {value!r}")
     if document.alignment not in ("token", "label"):
         problem = f"must be 'token' or 'label', got {document.alignment!r}"
@@ -234,7 +238,7 @@ def _check_scalars(number: int, document: Document) -> None:
         problem = f"must be an integer of at least 0, got {version!r}"
         raise DocumentError(number, "model_version", problem)
     reward = document.reward
-    if reward is not None and (not _is_real(reward) or reward in (np.inf, -np.inf)):
+    if reward is not None and not (is_finite(reward) or (_is_real(reward) and reward != reward)):
         problem = f"must be a finite number, or None for unscored, got {reward!r}"
         raise DocumentError(number, "reward", problem)
 
@@ -288,11 +292,11 @@ def _fill_values(number: int, document: Document, field: str, by_token: Array) -
     if values is None:
         return
     if field == "advantage" and (_is_real(values) or np.ndim(values) == 0):
-        if not _is_real(values := _scalar(values)) or not isfinite(values):
-            raise DocumentError(number, field, f"must be finite, got {values!r}")
+        if not is_finite(values := _scalar(values)):
+            raise DocumentError(number, field, f"must be a finite number, got {values!r}")
         by_token[:] = values
         return
-    array = _array(number, field, values)
+    array = as_array(number, field, values)
     if array.dtype.kind not in "fiu":
         raise DocumentError(number, field, f"must be numbers, got {_dtype_name(array)}")
     length = len(by_token)
@@ -318,7 +322,7 @@ def _rewards(documents: Sequence[Document]) -> Array | None:
     return np.array([np.nan if reward is None else reward for reward in rewards], dtype=np.float32)
 
 
-def _array(number: int, field: str, values: Any) -> Array:
+def as_array(number: int, field: str, values: Any) -> Array:
     """The values of a field as a one-dimensional array."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
@@ -343,8 +347,14 @@ def _dtype_name(array: Array) -> str:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    # The plain type first: the check of an abstract class costs ten times as much.
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a real number (no boolean) within the range of a float."""
+    return _is_real(value) and abs(value) <= float_info.max
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))

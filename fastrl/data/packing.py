@@ -1,0 +1,73 @@
+"""Which documents share a packed sequence. Deterministic; documents are never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from fastrl.data.documents import Document, DocumentError
+
+
+def pack_documents(
+    documents: Sequence[Document],
+    max_tokens: int,
+    *,
+    order: Literal["first_fit_decreasing", "in_order"] = "first_fit_decreasing",
+) -> list[list[Document]]:
+    """Documents in packs of at most `max_tokens` tokens, each document in exactly one pack.
+
+    Losses are sums over tokens divided by counts of the whole step, so the packing changes no
+    gradient, only the number of sequences and their padding.
+
+    Args:
+        documents: of at most `max_tokens` tokens each.
+        max_tokens: of a pack, without padding.
+        order: "first_fit_decreasing" puts each document, the longest first, into the first pack
+            with room, which needs at most 11/9 of the fewest possible packs (and one more);
+            "in_order" starts a new pack when the next document does not fit.
+
+    Returns:
+        Packs, none empty; inside a pack documents keep the order in which they were given.
+
+    Raises:
+        DocumentError: (a ValueError) for a document that is too long.
+    """
+    if order not in ("first_fit_decreasing", "in_order"):
+        raise ValueError(f"`order` must be 'first_fit_decreasing' or 'in_order', got {order!r}")
+    lengths = [len(document.tokens) for document in documents]
+    for number, length in enumerate(lengths):
+        if length > max_tokens:
+            problem = f"must have at most {max_tokens} entries (`max_tokens`), got {length}"
+            raise DocumentError(number, "tokens", problem)
+    pack = _first_fit_decreasing if order == "first_fit_decreasing" else _in_order
+    return [[documents[number] for number in numbers] for numbers in pack(lengths, max_tokens)]
+
+
+def _in_order(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    room = -1
+    for number, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = max_tokens
+        packs[-1].append(number)
+        room -= length
+    return packs
+
+
+def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """First fit through a tree of the largest room below each node: N log N for N documents."""
+    num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [max_tokens] * (2 * num_leaves)
+    packs: list[list[int]] = [[] for _ in lengths]
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            node += room[node] < lengths[number]
+        packs[node - num_leaves].append(number)
+        room[node] -= lengths[number]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(numbers) for numbers in packs if numbers]

@@ -1,0 +1,301 @@
+"""One record of a rollout file: its fields, their types and the document that it gives.
+
+Here: `RecordReader` and the record of a document. Files, lines and rows are in `rollouts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from fastrl.data.advantages import combined_rewards
+from fastrl.data.documents import (
+    Document,
+    DocumentError,
+    as_array,
+    is_finite,
+    shift_documents,
+)
+
+KINDS = {
+    "tokens": "integers",
+    "prompt_length": "integer",
+    "loss_mask": "booleans",
+    "logprobs": "numbers",
+    "ref_logprobs": "numbers",
+    "rollout_logprobs": "numbers",
+    "advantage": "number or numbers",
+    "temperature": "number",
+    "model_version": "integer",
+    "reward": "number",
+    "group_id": "identifier",
+    "alignment": "text",
+    "logprobs_temperature": "number or 'raw'",
+    "prompt_ids": "integers",
+    "completion_ids": "integers",
+    "completion_mask": "booleans",
+    "advantages": "number or numbers",
+    "old_per_token_logps": "numbers",
+    "ref_per_token_logps": "numbers",
+    "sampling_per_token_logps": "numbers",
+}
+"""Every column that is read, with the kind of its values."""
+
+ALIASES = {
+    "advantage": "advantages",
+    "logprobs": "old_per_token_logps",
+    "ref_logprobs": "ref_per_token_logps",
+    "rollout_logprobs": "sampling_per_token_logps",
+}
+"""Fields of a document that TRL knows under another name."""
+
+IGNORED = ("prompt", "completion", "text", "id", "metadata")
+"""Columns for people, which a file may always carry and nothing reads."""
+
+REQUIRABLE = ("logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "model_version")
+
+_LOGPROBS = ("logprobs", "ref_logprobs", "rollout_logprobs")
+
+_EXPECTED = {
+    "integers": "a list of integers",
+    "integer": "an integer",
+    "booleans": "a list of booleans, or of 0 and 1",
+    "numbers": "a list of numbers",
+    "number": "a finite number",
+    "number or numbers": "a finite number or a list of numbers",
+    "number or 'raw'": "a finite number or 'raw'",
+    "identifier": "an integer or a text",
+    "text": "a text",
+}
+_LIST_ITEMS: dict[str, set[type]] = {
+    "integers": {int},
+    "booleans": {bool, int},
+    "numbers": {int, float},
+}
+
+
+class FieldError(ValueError):
+    """A field of a record that cannot be read; whoever knows file and line adds them."""
+
+    def __init__(self, column: str, problem: str) -> None:
+        super().__init__(f"`{column}` {problem}")
+        self.column = column
+        self.problem = problem
+
+
+class BareConstant(float):
+    """A NaN or Infinity in a JSON text, which JSON does not have."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} (not JSON)"
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """Makes documents of records.
+
+    Attributes:
+        require: fields out of `REQUIRABLE` that every record must have. "advantage" is also met by
+            a `group_id` with a `reward`, null for unscored.
+        ignore: more columns that the records may have and nothing reads.
+        reward_columns: name -> weight of columns whose weighted sum is the reward, and unscored
+            when one of them is null.
+    """
+
+    require: Collection[str] = ("logprobs", "advantage")
+    ignore: Collection[str] = ()
+    reward_columns: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuses names that could have no effect."""
+        if unknown := sorted(set(self.require) - set(REQUIRABLE)):
+            raise ValueError(f"`require` must name fields of {list(REQUIRABLE)}, got {unknown}")
+        if clash := sorted({*self.ignore, *self.reward_columns} & set(KINDS)):
+            raise ValueError(f"`ignore` and `reward_columns` must not name {clash}, which are read")
+
+    def columns_to_read(self, names: Collection[str]) -> list[str]:
+        """The columns of a file that are read; refuses those that nobody knows."""
+        known = {*KINDS, *self.reward_columns}
+        for name in names:
+            if name not in known and name not in IGNORED and name not in self.ignore:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean `{near[0]}`?" if near else "name it in `ignore` to skip it"
+                raise FieldError(name, f"is not a column of rollout files; {hint}")
+        return [name for name in names if name in known]
+
+    def document(self, record: Mapping[str, Any]) -> Document:
+        """The document of a record, checked.
+
+        Raises:
+            FieldError: naming the column as the record does, what is expected and what it holds.
+        """
+        present = self.columns_to_read(record)
+        values = {name: record[name] for name in present if record[name] is not None}
+        for name, value in values.items():
+            _check_kind(name, value, KINDS.get(name, "number"))
+        columns = _columns_of_fields(values)
+        if self.reward_columns:
+            values["reward"] = self._combined_reward(values)
+        self._check_required(values, columns, has_reward="reward" in present)
+        fields = _document_fields(values, columns, self.require)
+        document = Document(**fields)
+        try:
+            shift_documents([document])
+        except DocumentError as error:
+            raise FieldError(columns.get(error.field, error.field), error.problem) from None
+        return document
+
+    def _combined_reward(self, values: Mapping[str, Any]) -> float | None:
+        if "reward" in values:
+            names = list(self.reward_columns)
+            raise FieldError("reward", f"is given although the reward is combined of {names}")
+        rewards = {name: [values.get(name)] for name in self.reward_columns}
+        return combined_rewards(rewards, self.reward_columns)[0]
+
+    def _check_required(
+        self, values: Mapping[str, Any], columns: Mapping[str, str], *, has_reward: bool
+    ) -> None:
+        has_group_reward = "group_id" in values and (has_reward or bool(self.reward_columns))
+        for name in self.require:
+            if columns.get(name, name) in values or (name == "advantage" and has_group_reward):
+                continue
+            other = " (or a `reward` and a `group_id`)" if name == "advantage" else ""
+            raise FieldError(name, f"is required{other}, got none")
+
+
+def record_of(number: int, document: Document) -> dict[str, Any]:
+    """The record of a document: plain Python values, all finite, fields without value left out.
+
+    Raises:
+        DocumentError: naming document `number`, for values that a file cannot hold.
+    """
+    try:
+        shift_documents([document])
+    except DocumentError as error:
+        raise DocumentError(number, error.field, error.problem) from None
+    record: dict[str, Any] = {"tokens": as_array(number, "tokens", document.tokens).tolist()}
+    if document.prompt_length is not None:
+        record["prompt_length"] = int(document.prompt_length)
+    else:
+        mask = as_array(number, "loss_mask", document.loss_mask)
+        record["loss_mask"] = mask.astype(np.bool_).tolist()
+    for name in (*_LOGPROBS, "advantage"):
+        value = getattr(document, name)
+        if value is None:
+            continue
+        if np.ndim(value) == 0:
+            record[name] = float(value)
+            continue
+        array = as_array(number, name, value).astype(np.float64)
+        if not np.isfinite(array).all():
+            raise DocumentError(number, name, "must be finite at every token to be written")
+        record[name] = array.tolist()
+    record["temperature"] = float(document.temperature)
+    if document.model_version is not None:
+        record["model_version"] = int(document.model_version)
+    if document.group_id is not None:
+        is_text = isinstance(document.group_id, str)
+        record["group_id"] = document.group_id if is_text else int(document.group_id)
+        record["reward"] = None
+    if document.reward is not None and is_finite(document.reward):
+        record["reward"] = float(document.reward)
+    if document.alignment != "token":
+        record["alignment"] = document.alignment
+    if document.logprobs_temperature is not None:
+        record["logprobs_temperature"] = float(document.logprobs_temperature)
+    return record
+
+
+def _check_kind(name: str, value: Any, kind: str) -> None:
+    """Refuses a value of another type; numbers may be integers, but text is never a number."""
+    if isinstance(value, list):
+        items = _LIST_ITEMS.get(kind.removeprefix("number or "))
+        is_valid = items is not None and {type(item) for item in value} <= items
+        if not is_valid and items is not None:
+            wrong = next(item for item in value if type(item) not in items)
+            position = next(i for i, item in enumerate(value) if item is wrong)
+            problem = f"must be {_EXPECTED[kind]}, got {wrong!r} at position {position}"
+            raise FieldError(name, problem)
+    elif kind == "identifier":
+        is_valid = type(value) in (int, str)
+    elif kind == "text" or value == "raw":
+        is_valid = type(value) is str and kind in ("text", "number or 'raw'")
+    elif kind == "integer":
+        is_valid = type(value) is int
+    else:
+        is_valid = type(value) in (int, float) and is_finite(value) and kind.startswith("number")
+        is_valid = is_valid and kind != "numbers"
+    if not is_valid:
+        raise FieldError(name, f"must be {_EXPECTED[kind]}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value for an error message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _columns_of_fields(values: Mapping[str, Any]) -> dict[str, str]:
+    """For each field of a document the column that gives it; refuses two columns for one field."""
+    columns = {}
+    for name, alias in ALIASES.items():
+        if name in values and alias in values:
+            raise FieldError(alias, f"is given twice, also as `{name}`")
+        columns[name] = alias if alias in values else name
+    is_split = "prompt_ids" in values or "completion_ids" in values
+    if is_split:
+        for name in ("tokens", "prompt_length", "loss_mask"):
+            if name in values:
+                raise FieldError(name, "must not be given beside `prompt_ids` and `completion_ids`")
+        for name in ("prompt_ids", "completion_ids"):
+            if name not in values:
+                raise FieldError(name, "is required beside the other half of the tokens, got none")
+    elif "completion_mask" in values:
+        raise FieldError("completion_mask", "needs `prompt_ids` and `completion_ids`")
+    elif "tokens" not in values:
+        raise FieldError("tokens", "(or `prompt_ids` and `completion_ids`) is required, got none")
+    return columns
+
+
+def _document_fields(
+    values: Mapping[str, Any], columns: Mapping[str, str], require: Collection[str]
+) -> dict[str, Any]:
+    """Arguments of `Document`."""
+    fields = {
+        name: values[columns.get(name, name)]
+        for name in KINDS
+        if columns.get(name, name) in values and name in Document.__dataclass_fields__
+    }
+    if fields.get("logprobs_temperature") == "raw":
+        fields["logprobs_temperature"] = 1.0
+    for name in _LOGPROBS:
+        # A sampler that was not asked for log-probabilities may write an empty list.
+        if fields.get(name) == [] and name not in require:
+            del fields[name]
+    if "completion_ids" not in values:
+        return fields
+    prompt, completion = values["prompt_ids"], values["completion_ids"]
+    fields["tokens"] = prompt + completion
+    if "completion_mask" not in values:
+        fields["prompt_length"] = len(prompt)
+        return fields
+    fields["loss_mask"] = [0] * len(prompt) + _of_completion(values, "completion_mask")
+    for name in (*_LOGPROBS, "advantage"):
+        if isinstance(fields.get(name), list):
+            # The prompt has no labels, so its zeros only put the values in their place.
+            fields[name] = [0.0] * len(prompt) + _of_completion(values, columns[name])
+            fields["alignment"] = "token"
+    return fields
+
+
+def _of_completion(values: Mapping[str, Any], name: str) -> list[Any]:
+    expected, got = len(values["completion_ids"]), len(values[name])
+    if got != expected:
+        problem = f"must have {expected} values, one a completion token, got {got}"
+        raise FieldError(name, f"{problem}; none are padded or cut")
+    result: list[Any] = values[name]
+    return result

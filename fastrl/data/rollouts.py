@@ -1,0 +1,212 @@
+"""Rollout files, JSONL and Parquet: read as a stream, written whole or not at all.
+
+The columns are listed in docs/data.md; how a record becomes a document is in `rollout_records.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from fastrl.config.base import UserError
+from fastrl.data.documents import Document, DocumentError
+from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, record_of
+
+_ROWS_AT_A_TIME = 512
+
+
+class RolloutFileError(UserError):
+    """A rollout file that cannot be read; the message names file, line or row, and field."""
+
+
+def read_rollouts(
+    path: str | Path,
+    *,
+    require: Collection[str] = ("logprobs", "advantage"),
+    ignore: Collection[str] = (),
+    reward_columns: Mapping[str, float] | None = None,
+) -> Iterator[Document]:
+    """Documents of a rollout file, one record at a time.
+
+    A null value is an absent one. Every record is checked whole when it is reached.
+
+    Args:
+        path: `.jsonl` or `.parquet` (needs pyarrow).
+        require: fields that every record must have, out of "logprobs", "ref_logprobs",
+            "rollout_logprobs", "advantage", "model_version". "advantage" is also met by a
+            `group_id` with a `reward`, null for unscored: see `advantages.with_group_advantages`.
+        ignore: columns beside the known ones that are skipped; others are refused.
+        reward_columns: name -> weight of columns whose weighted sum is the reward. A document that
+            one of them does not score is unscored.
+
+    Raises:
+        RolloutFileError: (a UserError) naming the file, the line or row (from 1), the field, what
+            is expected and what was found.
+    """
+    path = Path(path)
+    reader = RecordReader(require, ignore, reward_columns or {})
+    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    if read is None:
+        raise RolloutFileError(f"{path}: must end in .jsonl or .parquet")
+    if not path.is_file():
+        raise RolloutFileError(f"{path}: no such file")
+    return read(path, reader)
+
+
+def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
+    """Writes documents to a rollout file and returns their number.
+
+    The file appears under its name when it is complete; until then, and after an error, whatever
+    was there before stays.
+
+    Args:
+        path: `.jsonl` or `.parquet` (needs pyarrow, and `group_id` of one type).
+        documents: any iterable; only a part is in memory at a time.
+
+    Raises:
+        DocumentError: (a ValueError) for a document that no batch would accept, or with a value
+            that is not finite.
+    """
+    path = Path(path)
+    write = {".jsonl": _write_jsonl, ".parquet": _write_parquet}.get(path.suffix)
+    if write is None:
+        raise RolloutFileError(f"{path}: must end in .jsonl or .parquet")
+    records = (record_of(number, document) for number, document in enumerate(documents))
+    with _replaced_when_done(path) as temporary:
+        return write(temporary, records)
+
+
+def _read_jsonl(path: Path, reader: RecordReader) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            yield _document(where, reader, _parsed(where, line))
+
+
+def _parsed(where: str, line: bytes) -> dict[str, Any]:
+    """The JSON object of a line."""
+    if not line.strip():
+        raise RolloutFileError(f"{where}: must be a JSON object, got an empty line")
+    try:
+        record = json.loads(line, parse_constant=BareConstant, object_pairs_hook=_without_doubles)
+    except FieldError as error:
+        raise RolloutFileError(f"{where}: {error}") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        cut = "" if line.endswith(b"\n") else " (the last line, without its end: cut off?)"
+        raise RolloutFileError(f"{where}: must be a JSON object{cut}: {error}") from None
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise RolloutFileError(f"{where}: must be a JSON object, got a value of type {kind}")
+    return record
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise FieldError(double, "is given twice in one object")
+    return record
+
+
+def _document(where: str, reader: RecordReader, record: Mapping[str, Any]) -> Document:
+    try:
+        return reader.document(record)
+    except FieldError as error:
+        raise RolloutFileError(f"{where}: {error}") from None
+
+
+def _read_parquet(path: Path, reader: RecordReader) -> Iterator[Document]:
+    pyarrow, parquet = _pyarrow(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = reader.columns_to_read(file.schema_arrow.names)
+            row = 0
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield _document(f"{path}, row {row}", reader, record)
+    except FieldError as error:
+        raise RolloutFileError(f"{path}: {error}") from None
+    except pyarrow.ArrowException as error:
+        raise RolloutFileError(f"{path}: must be a Parquet file: {error}") from None
+
+
+def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            count += 1
+    return count
+
+
+def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    pyarrow, parquet = _pyarrow(path)
+    first = list(islice(records, _ROWS_AT_A_TIME))
+    group_ids = [record["group_id"] for record in first if "group_id" in record]
+    group_type = int if group_ids and isinstance(group_ids[0], int) else str
+    schema = _schema(pyarrow, group_type)
+    count = 0
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        records = chain(first, records)
+        while rows := list(islice(records, _ROWS_AT_A_TIME)):
+            for number, row in enumerate(rows, start=count):
+                if isinstance(row.get("advantage"), list):
+                    row["advantages"] = row.pop("advantage")
+                if not isinstance(row.get("group_id"), group_type | None):
+                    problem = f"must be of one type in a Parquet file, got {row['group_id']!r}"
+                    raise DocumentError(number, "group_id", problem)
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            count += len(rows)
+    return count
+
+
+def _schema(pyarrow: Any, group_type: type) -> Any:
+    floats = pyarrow.list_(pyarrow.float32())  # the precision that a batch keeps
+    return pyarrow.schema(
+        {
+            "tokens": pyarrow.list_(pyarrow.int64()),
+            "prompt_length": pyarrow.int64(),
+            "loss_mask": pyarrow.list_(pyarrow.bool_()),
+            "logprobs": floats,
+            "ref_logprobs": floats,
+            "rollout_logprobs": floats,
+            "advantage": pyarrow.float64(),
+            "advantages": floats,
+            "temperature": pyarrow.float64(),
+            "model_version": pyarrow.int64(),
+            "reward": pyarrow.float64(),
+            "group_id": pyarrow.int64() if group_type is int else pyarrow.string(),
+            "alignment": pyarrow.string(),
+            "logprobs_temperature": pyarrow.float64(),
+        }
+    )
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        problem = "Parquet needs pyarrow; install it with: pip install 'fastrl[examples]'"
+        raise UserError(f"{path}: {problem}") from error
+    return pyarrow, pyarrow.parquet
+
+
+@contextmanager
+def _replaced_when_done(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed to it at the end and removed after an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
