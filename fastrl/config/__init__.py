@@ -1,6 +1,7 @@
 """Every knob of fastrl, as frozen pydantic models. Imports no torch."""
 
 from fastrl.config.base import Config, ConfigError, UserError
+from fastrl.config.loading import dump_config, load_config, parse_config, save_config
 from fastrl.config.losses import (
     AnyLossConfig,
     CrossEntropyLossConfig,
@@ -26,4 +27,8 @@ __all__ = [
     "LossConfig",
     "PolicyGradientLossConfig",
     "UserError",
+    "dump_config",
+    "load_config",
+    "parse_config",
+    "save_config",
 ]

@@ -1,0 +1,146 @@
+"""The `fastrl` command: its arguments and its exit codes. What a command does is in the package.
+
+A command imports what it needs when it runs, so that `--help` answers at once and needs neither
+torch nor Triton. A mistake of the user (`UserError`) gives a message without a traceback and exit
+code 2.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from fastrl.config.base import UserError
+
+_OVERRIDES = "changes of the config, such as optimizer.learning_rate=2e-4 or phases.1.steps=20"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 2 a mistake of the user's.
+
+    Args:
+        argv: the arguments after the program's name; those of this process by default.
+    """
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        # argparse gives positional arguments up at the first option; overrides may also follow it.
+        takes_overrides = hasattr(arguments, "overrides")
+        surplus = [text for text in rest if text.startswith("-") or not takes_overrides]
+        if surplus:
+            parser.error(f"unrecognized arguments: {' '.join(surplus)}")
+        arguments.overrides = [*arguments.overrides, *rest]
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"fastrl: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from fastrl.training.commands import train
+
+    return train(arguments.config, arguments.run_dir, arguments.overrides)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from fastrl.training.commands import evaluate
+
+    return evaluate(arguments.run, arguments.overrides)
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from fastrl.training.commands import sample
+
+    return sample(
+        arguments.run,
+        arguments.prompt,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        num=arguments.num,
+    )
+
+
+def _config_schema(arguments: argparse.Namespace) -> int:
+    from fastrl.config import RunConfig
+
+    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    return 0
+
+
+def _config_check(arguments: argparse.Namespace) -> int:
+    from fastrl.config import RunConfig, dump_config, load_config
+
+    config = load_config(RunConfig, arguments.file, arguments.overrides)
+    print(f"# {arguments.file} is valid. With its overrides and all defaults:")
+    print(dump_config(config), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastrl", description="Reinforcement learning of language models without the logits."
+    )
+    parser.add_argument("--version", action="version", version=f"fastrl {version('fastrl')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model as a config says")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    train.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="where everything is written"
+    )
+    _add_overrides(train)
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="score a run's model on held-out prompts")
+    evaluate.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
+    _add_overrides(evaluate)
+    evaluate.set_defaults(command=_eval)
+
+    sample = commands.add_parser("sample", help="complete a prompt with a run's model")
+    sample.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
+    sample.add_argument("prompt", metavar="PROMPT", help="text to complete")
+    sample.add_argument(
+        "--max-tokens", type=_positive, metavar="N", help="longest completion; the run's by default"
+    )
+    sample.add_argument(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        help="temperature of sampling, 0 for the most likely tokens; the run's by default",
+    )
+    sample.add_argument(
+        "--num", type=_positive, default=1, metavar="N", help="number of completions (default: 1)"
+    )
+    sample.set_defaults(command=_sample)
+
+    config = commands.add_parser("config", help="about the configs that `train` reads")
+    config_commands = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    schema = config_commands.add_parser("schema", help="print the JSON schema of a run's config")
+    schema.set_defaults(command=_config_schema)
+    check = config_commands.add_parser("check", help="validate a config and print it resolved")
+    check.add_argument("file", type=Path, metavar="FILE", help="YAML file of the run")
+    _add_overrides(check)
+    check.set_defaults(command=_config_check)
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help=_OVERRIDES)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value

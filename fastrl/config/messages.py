@@ -1,0 +1,237 @@
+"""What a user reads about a config that is not valid: key path, requirement, remedy."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from fastrl.config.base import Config
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a config.
+
+    Attributes:
+        path: keys and list indices from the top of the config, joined by dots.
+        text: a sentence that names the path.
+    """
+
+    path: str
+    text: str
+
+
+def problems(
+    error: ValidationError, config_class: type[Config], values: Mapping[str, Any]
+) -> list[Problem]:
+    """Returns what pydantic found, one problem a key path, in terms of the user's own keys.
+
+    Args:
+        error: raised when `values` were validated as `config_class`.
+        config_class: class of the whole config.
+        values: the plain values that were validated.
+    """
+    found: dict[str, list[str]] = {}
+    shown: dict[str, str] = {}
+    for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":
+            continue  # follows from an error in another key
+        place = _find(config_class, values, details["loc"])
+        path = ".".join(place.path)
+        text = _describe(details, place, config_class)
+        if text not in found.setdefault(path, []):
+            found[path].append(text)
+        shown[path] = _shown(details["input"])
+    return [Problem(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
+
+
+def _sentence(path: str, texts: Sequence[str], shown: str) -> str:
+    """Returns the texts about one value as a sentence; requirements get the path and the value."""
+    if all(text.startswith("must be ") for text in texts):
+        wanted = " or ".join(text.removeprefix("must be ") for text in texts)
+        return f"`{path or 'config'}` must be {wanted}, got {shown}"
+    return "; ".join(texts)
+
+
+class _Place(NamedTuple):
+    """Where in the values an error is.
+
+    Attributes:
+        path: keys and indices as the user wrote them.
+        section: class of the section that holds the last key, if it is known.
+        members: the classes that the section may be, one for each `type` of a union.
+        value_members: the same for the value itself.
+    """
+
+    path: tuple[str, ...]
+    section: type[Config] | None
+    members: tuple[type[Config], ...]
+    value_members: tuple[type[Config], ...]
+
+
+def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Place:
+    """Returns the place that pydantic's `loc` means, without the tags of unions in it."""
+    path: list[str] = []
+    node = values
+    annotations: tuple[Any, ...] = (root,)
+    holder: tuple[type[Config], ...] = ()
+    section: type[Config] | None = None
+    for position, element in enumerate(loc):
+        last = position == len(loc) - 1
+        present = isinstance(node, dict) and element in node
+        missing = isinstance(node, dict) and last and _names_a_field(annotations, element)
+        indexed = isinstance(node, list) and isinstance(element, int)
+        if not (present or missing or indexed):
+            continue  # the tag of a union member
+        path.append(str(element))
+        holder = tuple(member for item in annotations for member in _members(item))
+        section = _chosen(holder, node)
+        if section is not None and isinstance(node, dict):
+            field = section.model_fields.get(str(element))
+            annotations = (field.annotation,) if field is not None else ()
+        else:
+            annotations = tuple(inner for item in annotations for _, inner in _items(item))
+        node = node[element] if present or indexed else None  # type: ignore[index]
+    value_members = tuple(member for item in annotations for member in _members(item))
+    return _Place(tuple(path), section, holder, value_members)
+
+
+def _names_a_field(annotations: Sequence[Any], key: str | int) -> bool:
+    """Returns whether one of the classes has a field of this name."""
+    return any(key in member.model_fields for item in annotations for member in _members(item))
+
+
+def _members(annotation: Any) -> list[type[Config]]:
+    """Returns the config classes that a value of this type may be."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    if get_origin(annotation) in (dict, list, tuple):
+        return []
+    args = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        args = args[:1]
+    return [member for arg in args for member in _members(arg)]
+
+
+def _items(annotation: Any) -> list[tuple[str, Any]]:
+    """Returns the types of the items of a list, tuple or mapping, each after a word for its key."""
+    args = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return [("<name>", args[1])]
+    if get_origin(annotation) in (list, tuple):
+        return [("<index>", arg) for arg in args if arg is not Ellipsis]
+    return [item for arg in args for item in _items(arg)]
+
+
+def _types(member: type[Config]) -> tuple[str, ...]:
+    """Returns the values of `type` that choose this member of a union."""
+    field = member.model_fields.get("type")
+    return get_args(field.annotation) if field is not None else ()
+
+
+def _chosen(members: Sequence[type[Config]], node: object) -> type[Config] | None:
+    """Returns the member of a union that the `type` in the values chooses."""
+    if len(members) == 1:
+        return members[0]
+    tag = node.get("type") if isinstance(node, dict) else None
+    return next((member for member in members if tag in _types(member)), None)
+
+
+def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
+    """Returns what is wrong: a requirement that begins with 'must be', or a whole sentence."""
+    kind, value, message = details["type"], details["input"], details["msg"]
+    path = f"`{'.'.join(place.path)}`" if place.path else "the config"
+    tags = [tag for member in place.value_members for tag in _types(member)]
+    if kind == "extra_forbidden":
+        return _unknown_key(place, root)
+    if kind == "missing":
+        return f"{path} is required"
+    if kind == "union_tag_not_found":
+        return f"{path} must have a `type`, one of {_listed(tags)}"
+    if kind == "union_tag_invalid":
+        tag = str(value.get("type"))
+        hint = _hint(_close(tag, tags))
+        return f"{path} must have a `type`, one of {_listed(tags)}, got `{tag}`{hint}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "must be a section of keys and values"
+    if kind in ("tuple_type", "list_type"):
+        return "must be a list"
+    if kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        return f"{path}: {message}" if place.path else message
+    if message.startswith("Input should be "):
+        # Without the parser's own account of the value, which the sentence shows.
+        return re.sub(r", (unable|got) .*$", "", f"must {message.removeprefix('Input should ')}")
+    return f"{path} {message}"
+
+
+def _unknown_key(place: _Place, root: type[Config]) -> str:
+    """Returns the sentence about a key that its section does not have, with the likely remedy."""
+    *parents, key = place.path
+    section = f"in `{'.'.join(parents)}`" if parents else "at the top level"
+    own: list[str] = []
+    if place.section is not None:
+        own = list(place.section.model_fields)
+        if len(place.members) > 1:
+            section += f" (type `{'`/`'.join(_types(place.section))}`)"
+    elsewhere = {path[-1]: ".".join(path) for path in reversed(list(_key_paths(root)))}
+    others = [tag for m in place.members if key in m.model_fields for tag in _types(m)]
+    similar = key.replace("-", "_")
+    if similar in own:
+        remedy = f"; did you mean `{similar}`?"
+    elif others:
+        remedy = f": it belongs to type {_listed(others)}"
+    elif similar in elsewhere:
+        remedy = f"; did you mean `{elsewhere[similar]}`?"
+    else:
+        remedy = _hint(_close(similar, own)) or f"; its keys are {_listed(own)}"
+    return f"unknown key `{key}` {section}{remedy}"
+
+
+def _key_paths(
+    config_class: type[Config], above: tuple[type[Config], ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every key, sections before what is in them; `<name>`, `<index>`: any."""
+    if config_class in above:
+        return
+    fields = config_class.model_fields
+    yield from ((name,) for name in fields)
+    for name, field in fields.items():
+        for prefix, annotation in _nested(field.annotation):
+            for member in _members(annotation):
+                for path in _key_paths(member, (*above, config_class)):
+                    yield (name, *prefix, *path)
+
+
+def _nested(annotation: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields a type and those of its items, each with the keys that lead there."""
+    yield (), annotation
+    for key, item in _items(annotation):
+        for prefix, inner in _nested(item):
+            yield (key, *prefix), inner
+
+
+def _close(key: str, candidates: Sequence[str]) -> str | None:
+    """Returns the candidate that a misspelt key most likely meant."""
+    return next(iter(get_close_matches(key, candidates, n=1)), None)
+
+
+def _hint(name: str | None) -> str:
+    return "" if name is None else f"; did you mean `{name}`?"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _shown(value: object) -> str:
+    """Returns a value as it would stand in YAML, or what kind of collection it is."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
