@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fastrl.functional.matmul import compute_dtype
 from fastrl.functional.row_ops import LogitTransform, VocabularyTile
 from fastrl.functional.statistics import merge_running_statistics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
@@ -128,6 +129,10 @@ def check_inputs(
     shards = group_size(groups.sp) if groups.tp is not None else 1
     _check_labels(labels, hidden_states, hidden_states.shape[0] * shards, vocab_size)
     _check_transform(transform, labels)
+    if isinstance(transform.temperature, Tensor):
+        # A wider temperature would widen the logits, tile by tile.
+        temperature = transform.temperature.to(compute_dtype(hidden_states.dtype))
+        transform = replace(transform, temperature=temperature)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1 row or None, got {chunk_size}.")
     if max_logits_bytes < 1:

@@ -1,0 +1,143 @@
+"""The recompute strategy against the definition, for every case and bound on the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import linear_logprobs
+from tests.functional.cases import CASES, HeadCase, HeadTensors
+
+BOUNDS = [
+    pytest.param(None, 2**30, id="one_tile"),
+    pytest.param(1, 2**30, id="rows_of_one"),
+    pytest.param(4, 2**30, id="rows_of_four"),
+    pytest.param(None, 512, id="narrow_tiles"),
+]
+
+
+def weighted(vectors: list[Tensor], upstream: list[Tensor]) -> Tensor:
+    return torch.stack([(v * u).sum() for v, u in zip(vectors, upstream, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("chunk_size", "max_logits_bytes"), BOUNDS)
+def test_equals_the_reference(
+    case: HeadCase, chunk_size: int | None, max_logits_bytes: int
+) -> None:
+    tensors = case.tensors()
+    statistics = linear_logprobs(
+        tensors.hidden_states,
+        tensors.weight,
+        tensors.labels,
+        entropy=True,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        **tensors.options,  # type: ignore[arg-type]
+    )
+    expected = tensors.reference()
+    for name in ("logprobs", "entropy", "logsumexp"):
+        torch.testing.assert_close(
+            getattr(statistics, name), getattr(expected, name), atol=1e-10, rtol=1e-12
+        )
+    upstream = tensors.upstream()
+    actual_grads = torch.autograd.grad(weighted(statistics.vectors(), upstream), tensors.inputs)
+    expected_grads = torch.autograd.grad(
+        weighted(expected.vectors(), upstream), tensors.inputs, materialize_grads=True
+    )
+    for actual, wanted in zip(actual_grads, expected_grads, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-10, rtol=1e-10)
+    if case.padding:
+        assert actual_grads[1][case.vocab_size :].count_nonzero() == 0
+
+
+def test_no_token() -> None:
+    hidden = torch.zeros(0, 5, requires_grad=True)
+    weight = torch.randn(7, 5, requires_grad=True)
+    statistics = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), entropy=True)
+    assert [vector.shape for vector in statistics.vectors()] == [(0,)] * 3
+    statistics.logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, 5)
+    assert weight.grad is not None
+    assert weight.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", CASES[:3] + CASES[-4:], ids=lambda case: case.name)
+def test_low_precision_is_as_accurate_as_fp32_logits(case: HeadCase, dtype: torch.dtype) -> None:
+    tensors = case.tensors(dtype)
+    statistics = linear_logprobs(
+        tensors.hidden_states,
+        tensors.weight,
+        tensors.labels,
+        entropy=True,
+        max_logits_bytes=600,
+        **tensors.options,  # type: ignore[arg-type]
+    )
+    exact = case.tensors(dtype)
+    truth = exact_reference(exact)
+    for actual, wanted in zip(statistics.vectors(), truth, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), wanted, atol=2e-6, rtol=2e-6)
+    weighted(statistics.vectors(), tensors.upstream()).backward()
+    for tensor in tensors.inputs:
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == dtype
+
+
+def exact_reference(tensors: HeadTensors) -> list[Tensor]:
+    """The statistics in float64 of the inputs as rounded to their dtype."""
+    bias = None if tensors.bias is None else tensors.bias.double()
+    wide = replace(
+        tensors,
+        hidden_states=tensors.hidden_states.double(),
+        weight=tensors.weight.double(),
+        bias=bias,
+    )
+    return wide.reference().vectors()
+
+
+def test_rows_outside_of_gradient_rows_get_no_gradient() -> None:
+    tensors = HeadCase("plain", unlabelled=()).tensors()
+    kept = torch.tensor([1, 4, 6])
+    statistics = linear_logprobs(
+        tensors.hidden_states, tensors.weight, tensors.labels, gradient_rows=kept
+    )
+    (grad,) = torch.autograd.grad(statistics.logprobs.sum(), [tensors.hidden_states])
+    assert grad.abs().sum(1).nonzero()[:, 0].tolist() == kept.tolist()
+    torch.testing.assert_close(statistics.logprobs, tensors.reference().logprobs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.zeros(4, dtype=torch.int32)}, r"`labels` must be int64 of shape \[4\]"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"`labels` must be int64 of shape \[4\]"),
+        ({"labels": torch.full((4,), 6)}, r"in \[0, 6\), got 6"),
+        ({"labels": torch.full((4,), -1)}, r"in \[0, 6\), got -1"),
+        ({"labels": torch.full((4,), 5), "vocab_size": 5}, r"in \[0, 5\), got 5"),
+        ({"vocab_size": 7}, "`vocab_size` must be between 1 and the 6 rows"),
+        ({"hidden_states": torch.zeros(2, 2, 3)}, r"`hidden_states` must be .* \[T, D\]"),
+        ({"weight": torch.zeros(6, 3, dtype=torch.float64)}, "`weight` must be torch.float32"),
+        ({"weight": torch.zeros(0)}, "ZeRO-3"),
+        ({"bias": torch.zeros(5)}, r"`bias` must be torch.float32 of shape \[6\]"),
+        ({"temperature": 0.0}, "`temperature` must be positive, got 0.0"),
+        ({"temperature": torch.ones(3)}, r"`temperature` must be .* \[4\]"),
+        ({"softcap": -1.0}, "`softcap` must be positive"),
+        ({"chunk_size": 0}, "`chunk_size` must be at least 1"),
+        ({"max_logits_bytes": 0}, "`max_logits_bytes` must be positive"),
+        ({"weight_rows": 8}, r"`weight` must hold rows \[0, 8\) of the 8 rows"),
+    ],
+)
+def test_errors_name_what_does_not_fit(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "hidden_states": torch.zeros(4, 3),
+        "weight": torch.zeros(6, 3),
+        "labels": torch.zeros(4, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**(arguments | changes))  # type: ignore[arg-type]
