@@ -258,7 +258,7 @@ class KVCache:
         self.padding = padding
         self.max_length = max_length
         self.length = 0
-        self._keys: list[Tensor] = []  # a layer: [B, max_length, K, head_dim]
+        self._keys: list[Tensor] = []  # a layer: [B, K, max_length, head_dim]
         self._values: list[Tensor] = []
         slot = torch.arange(max_length, device=padding.device)
         hidden = slot < padding[:, None]
@@ -296,26 +296,21 @@ class KVCache:
         value: Tensor,  # [B * n, K, head_dim]
     ) -> Tensor:  # [B * n, H, head_dim]
         """Stores the new tokens' keys and values and returns their attention output."""
-        batch = len(self.padding)
-        n = len(query) // batch
+        batch, start = len(self.padding), self.length - len(query) // len(self.padding)
         heads, head_dim = key.shape[1:]
         if layer == len(self._keys):
-            shape = (batch, self.max_length, heads, head_dim)
+            shape = (batch, heads, self.max_length, head_dim)
             self._keys.append(key.new_empty(shape))
             self._values.append(value.new_empty(shape))
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, self.length - n : self.length] = key.view(batch, n, heads, head_dim)
-        values[:, self.length - n : self.length] = value.view(batch, n, heads, head_dim)
+        keys = self._keys[layer][:, :, : self.length]
+        values = self._values[layer][:, :, : self.length]
+        keys[:, :, start:] = key.view(batch, -1, heads, head_dim).transpose(1, 2)
+        values[:, :, start:] = value.view(batch, -1, heads, head_dim).transpose(1, 2)
         # The query heads of one key head become query rows: faster on a CPU than `enable_gqa`.
-        group = query.shape[1] // heads
+        n, group = self.length - start, query.shape[1] // heads
         q = query.view(batch, n, heads, group, head_dim).transpose(1, 2).flatten(2, 3)
         mask = self._mask if n == 1 else self._mask.repeat_interleave(group, dim=2)
-        output = F.scaled_dot_product_attention(
-            q,
-            keys[:, : self.length].transpose(1, 2),
-            values[:, : self.length].transpose(1, 2),
-            attn_mask=mask,
-        )
+        output = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         output = output.view(batch, heads, n, group, head_dim).transpose(1, 2)
         return output.reshape(query.shape)
 
