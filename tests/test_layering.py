@@ -1,0 +1,145 @@
+"""Imports point one way, configs need no torch, and all works without Triton and CUDA."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fastrl"
+
+_FOUNDATION = {"config", "parallel", "kernels"}
+_MODELS = _FOUNDATION | {"functional", "layers", "data"}
+_TRAINING = _MODELS | {"models"}
+
+# Each part of the package, and the parts that it may import besides itself.
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "parallel": set(),
+    "kernels": set(),
+    "functional": _FOUNDATION,
+    "layers": _FOUNDATION | {"functional"},
+    "data": _FOUNDATION | {"functional"},
+    "models": _MODELS,
+    "training": _TRAINING,
+    "cli": _TRAINING | {"training"},
+    "integrations": _TRAINING | {"training"},
+    "__main__": {"cli"},
+    "__init__": _TRAINING,
+}
+
+# An import of Triton fails as where it is not installed, and no GPU is seen.
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+torch.cuda.is_available = lambda: False
+"""
+
+
+def _sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    name = ".".join(("fastrl", *path.relative_to(PACKAGE).with_suffix("").parts))
+    return name.removesuffix(".__init__") if name != "fastrl.__init__" else name
+
+
+def _part(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yields every module that a file names in an import, also inside functions and for types."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "fastrl":
+            yield from (f"fastrl.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"relative import in {path}"
+            yield node.module
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_module)
+def test_imports_point_one_way(path: Path) -> None:
+    part = _part(_module(path))
+    for imported in _imports(path):
+        if imported.split(".")[0] == "fastrl":
+            assert _part(imported) in ALLOWED[part] | {part}, f"{part} must not import {imported}"
+
+
+def test_every_part_is_known() -> None:
+    assert {_part(_module(path)) for path in _sources()} <= set(ALLOWED)
+
+
+def test_the_definition_imports_torch_only_and_nothing_ships_on_it() -> None:
+    reference = PACKAGE / "functional" / "reference.py"
+    outside = {name.split(".")[0] for name in _imports(reference)} - sys.stdlib_module_names
+    assert outside == {"torch"}
+    for path in _sources():
+        assert "fastrl.functional.reference" not in set(_imports(path)), path
+
+
+@pytest.mark.parametrize("module", ["fastrl.config", "fastrl.cli"])
+def test_configs_and_the_command_line_import_without_torch(module: str) -> None:
+    done = _run(f"import sys, {module}; print(sorted({{'torch', 'triton'}} & set(sys.modules)))")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_x1_everything_imports_without_triton_and_cuda() -> None:
+    program = f"""{WITHOUT_TRITON}
+import importlib, pkgutil, fastrl
+for module in pkgutil.walk_packages(fastrl.__path__, "fastrl."):
+    # Those in `kernels` are Triton code; `kernels` itself says whether they can run.
+    if not module.name.startswith(("fastrl.kernels.", "fastrl.integrations.", "fastrl.__main__")):
+        importlib.import_module(module.name)
+for name in fastrl.__all__:
+    getattr(fastrl, name)
+assert sys.modules["triton"] is None
+"""
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_x1_help_works_without_triton_and_torch() -> None:
+    program = (
+        "import sys; sys.modules.update(torch=None, triton=None);"
+        "from fastrl.cli import main; main(sys.argv[1:])"
+    )
+    done = _run(program, "train", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: fastrl train")
+
+
+def test_x1_each_loss_runs_without_triton_and_cuda() -> None:
+    program = f"""{WITHOUT_TRITON}
+from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig, TokenBatch
+documents = [
+    Document(tokens=[1, 2, 3, 4], prompt_length=1, logprobs=[-1.0, -2.0, -0.5], advantage=a)
+    for a in (1.0, -0.5)
+]
+(batch,) = TokenBatch.from_documents(documents).to_kwargs()
+for loss in ("cross_entropy", "grpo", "gspo"):
+    config = LanguageModelHeadConfig(hidden_size=6, vocab_size=11, losses={{"a": {{"type": loss}}}})
+    head = LanguageModelHead(config)
+    torch.nn.init.normal_(head.weight)
+    hidden = torch.randn(batch.tokens.shape[0], 6, requires_grad=True)
+    head(hidden, batch).loss.backward()
+    assert hidden.grad.abs().sum() > 0 and head.weight.grad.isfinite().all(), loss
+"""
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
