@@ -28,17 +28,17 @@ KINDS = {
     "logprobs": "numbers",
     "ref_logprobs": "numbers",
     "rollout_logprobs": "numbers",
-    "advantage": "number or numbers",
+    "advantage": "number|numbers",
     "temperature": "number",
     "model_version": "integer",
     "reward": "number",
-    "group_id": "identifier",
+    "group_id": "integer|text",
     "alignment": "text",
-    "logprobs_temperature": "number or 'raw'",
+    "logprobs_temperature": "number|raw",
     "prompt_ids": "integers",
     "completion_ids": "integers",
     "completion_mask": "booleans",
-    "advantages": "number or numbers",
+    "advantages": "number|numbers",
     "old_per_token_logps": "numbers",
     "ref_per_token_logps": "numbers",
     "sampling_per_token_logps": "numbers",
@@ -61,15 +61,13 @@ REQUIRABLE = ("logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "mode
 _LOGPROBS = ("logprobs", "ref_logprobs", "rollout_logprobs")
 
 _EXPECTED = {
-    "integers": "a list of integers",
     "integer": "an integer",
+    "number": "a finite number",
+    "text": "a text",
+    "raw": "'raw'",
+    "integers": "a list of integers",
     "booleans": "a list of booleans, or of 0 and 1",
     "numbers": "a list of numbers",
-    "number": "a finite number",
-    "number or numbers": "a finite number or a list of numbers",
-    "number or 'raw'": "a finite number or 'raw'",
-    "identifier": "an integer or a text",
-    "text": "a text",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
@@ -212,25 +210,26 @@ def record_of(number: int, document: Document) -> dict[str, Any]:
 
 def _check_kind(name: str, value: Any, kind: str) -> None:
     """Refuses a value of another type; numbers may be integers, but text is never a number."""
-    if isinstance(value, list):
-        items = _LIST_ITEMS.get(kind.removeprefix("number or "))
-        is_valid = items is not None and {type(item) for item in value} <= items
-        if not is_valid and items is not None:
-            wrong = next(item for item in value if type(item) not in items)
-            position = next(i for i, item in enumerate(value) if item is wrong)
-            problem = f"must be {_EXPECTED[kind]}, got {wrong!r} at position {position}"
-            raise FieldError(name, problem)
-    elif kind == "identifier":
-        is_valid = type(value) in (int, str)
-    elif kind == "text" or value == "raw":
-        is_valid = type(value) is str and kind in ("text", "number or 'raw'")
-    elif kind == "integer":
-        is_valid = type(value) is int
-    else:
-        is_valid = type(value) in (int, float) and is_finite(value) and kind.startswith("number")
-        is_valid = is_valid and kind != "numbers"
-    if not is_valid:
-        raise FieldError(name, f"must be {_EXPECTED[kind]}, got {_shown(value)}")
+    kinds = kind.split("|")
+    if any(_is_of_kind(value, one) for one in kinds):
+        return
+    expected = " or ".join(_EXPECTED[one] for one in kinds)
+    items = next((_LIST_ITEMS[one] for one in kinds if one in _LIST_ITEMS), None)
+    if items is None or not isinstance(value, list):
+        raise FieldError(name, f"must be {expected}, got {_shown(value)}")
+    position = next(i for i, item in enumerate(value) if type(item) not in items)
+    problem = f"must be {expected}, got {_shown(value[position])} at position {position}"
+    raise FieldError(name, problem)
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind in _LIST_ITEMS:
+        return isinstance(value, list) and set(map(type, value)) <= _LIST_ITEMS[kind]
+    if kind == "number":
+        return type(value) in (int, float) and is_finite(value)
+    if kind == "raw":
+        return bool(value == "raw")
+    return type(value) is (int if kind == "integer" else str)
 
 
 def _shown(value: Any) -> str:
@@ -280,15 +279,16 @@ def _document_fields(
         return fields
     prompt, completion = values["prompt_ids"], values["completion_ids"]
     fields["tokens"] = prompt + completion
-    if "completion_mask" not in values:
+    fields["alignment"] = "token"
+    lead: list[float] = []
+    if "completion_mask" in values:
+        fields["loss_mask"] = [0] * len(prompt) + _of_completion(values, "completion_mask")
+        lead = [0.0] * len(prompt)  # of no effect, as the prompt has no labels
+    else:
         fields["prompt_length"] = len(prompt)
-        return fields
-    fields["loss_mask"] = [0] * len(prompt) + _of_completion(values, "completion_mask")
     for name in (*_LOGPROBS, "advantage"):
         if isinstance(fields.get(name), list):
-            # The prompt has no labels, so its zeros only put the values in their place.
-            fields[name] = [0.0] * len(prompt) + _of_completion(values, columns[name])
-            fields["alignment"] = "token"
+            fields[name] = lead + _of_completion(values, columns[name])
     return fields
 
 
