@@ -1,0 +1,227 @@
+"""The head against the definition, and its invariances: packing, order, micro-batches, chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import BatchCounts, Document, LanguageModelHead, TokenBatch
+from tests.layers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
+
+LOSSES: dict[str, dict[str, object]] = {
+    "cross_entropy": {"type": "cross_entropy"},
+    "cross_entropy_documents": {"type": "cross_entropy", "normalisation": "documents"},
+    "grpo": {"type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.3},
+    "grpo_constant": {"type": "grpo", "normalisation": "constant", "length": 16},
+    "gspo": {"type": "gspo", "epsilon_low": 0.2, "epsilon_high": 0.25},
+    "gspo_tokens": {"type": "gspo", "normalisation": "tokens"},
+}
+TRANSFORMS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 3.0},
+    "scale": {"logit_scale": 1.7},
+    "everything": {"bias": True, "softcap": 4.0, "logit_scale": 0.8},
+}
+CHUNKS = {"grpo": (1, 2, 3, 5, 16, None), "gspo": (12, 16, None)}
+
+
+def gradients(loss: Tensor, head: LanguageModelHead, hidden: Tensor) -> list[Tensor]:
+    """Gradients with an upstream gradient that is not 1."""
+    inputs = [hidden, *head.parameters()]
+    return list(torch.autograd.grad(loss, inputs, torch.tensor(-1.7, dtype=loss.dtype)))
+
+
+def assert_equal_to_reference(
+    head: LanguageModelHead, documents: Sequence[Document], **changes: object
+) -> None:
+    batch = pack(documents, pad_to_multiple=8).replace(**changes)
+    hidden = make_hidden(batch)
+    output = head(hidden, batch)
+    expected = reference_loss(head, hidden, batch)
+    torch.testing.assert_close(output.loss, expected, atol=1e-10, rtol=1e-10)
+    actual_grads = gradients(output.loss, head, hidden)
+    for actual, wanted in zip(actual_grads, gradients(expected, head, hidden), strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-10, rtol=1e-10)
+    assert actual_grads[0][batch.labels == -100].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+@pytest.mark.parametrize("metrics", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_equal_the_reference(loss: str, strategy: str, metrics: bool) -> None:
+    chunks = CHUNKS["gspo" if loss.startswith("gspo") else "grpo"]
+    for chunk_size in chunks:
+        head = make_head(
+            losses={"policy": LOSSES[loss]},
+            strategy=strategy,
+            chunk_size=chunk_size,
+            metrics=metrics,
+        )
+        assert_equal_to_reference(head, ragged_documents())
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("temperature", ["one", "scalar", "per_token"])
+def test_transforms_equal_the_reference(transform: str, temperature: str, strategy: str) -> None:
+    losses = {"policy": LOSSES["gspo"], "other": LOSSES["grpo"] | {"weight": 0.3}}
+    options: dict[str, object] = {"losses": losses, "strategy": strategy, "chunk_size": 16}
+    num_tokens = pack(ragged_documents(), pad_to_multiple=8).num_tokens
+    temperatures = {
+        "one": 1.0,
+        "scalar": 0.7,
+        "per_token": torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64),
+    }
+    assert_equal_to_reference(
+        make_head(**(options | TRANSFORMS[transform])),
+        ragged_documents(),
+        temperature=temperatures[temperature],
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+@pytest.mark.parametrize(
+    "chosen", [(2,), (4,), (2, 4), (3,), (1,), ()], ids=lambda chosen: f"documents{chosen}"
+)
+def test_nothing_to_learn_from(chosen: tuple[int, ...], strategy: str, loss: str) -> None:
+    documents = [ragged_documents()[index] for index in chosen]
+    head = make_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
+    batch = pack(documents, pad_to_multiple=8)
+    hidden = make_hidden(batch)
+    output = head(hidden, batch)
+    grads = gradients(output.loss, head, hidden)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert all(metric.isfinite() for metric in output.metrics.values())
+    if batch.num_labels_in_batch == 0:
+        assert output.loss.item() == 0
+        assert all(grad.count_nonzero() == 0 for grad in grads)
+    else:
+        torch.testing.assert_close(output.loss, reference_loss(head, hidden, batch))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str) -> None:
+    documents = ragged_documents()
+    head = make_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
+
+    def run(parts: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        columns = ("advantages", "old_logprobs")
+        batches = [
+            TokenBatch.from_documents([documents[i] for i in part], columns=columns)
+            for part in parts
+        ]
+        counts = BatchCounts.of(batches)
+        head.zero_grad()
+        metrics: dict[str, Tensor] = {}
+        total = torch.zeros((), dtype=torch.float64)
+        for part in batches:
+            (batch,) = part.to_kwargs(counts=counts)
+            output = head(make_hidden(batch), batch)
+            output.loss.backward()
+            total += output.loss.detach()
+            for name, value in output.metrics.items():
+                metrics[name] = metrics.get(name, torch.zeros(())) + value
+        grads = [p.grad.clone() for p in head.parameters() if p.grad is not None]
+        return [total, *grads], metrics
+
+    everything, metrics = run([list(range(9))])
+    for parts in (
+        [[8, 3, 1, 0, 2, 7, 6, 5, 4]],
+        [[0], [1, 2, 3], [4], [5, 6], [7, 8]],
+        [[4, 2], [5, 1, 0, 3], [8, 6, 7]],
+    ):
+        split, split_metrics = run(parts)
+        for actual, expected in zip(split, everything, strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+        for name, value in metrics.items():
+            torch.testing.assert_close(split_metrics[name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+def test_logprobs_come_from_the_same_pass(strategy: str) -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
+    hidden = make_hidden(batch)
+    output = head(hidden, batch, return_logprobs=True)
+    assert output.strategy == strategy
+    assert output.logprobs is not None
+    assert output.entropy is not None
+    assert not output.logprobs.requires_grad
+    head.eval()
+    evaluated = head(hidden, batch)
+    assert evaluated.loss is None
+    torch.testing.assert_close(output.logprobs, evaluated.logprobs)
+    torch.testing.assert_close(output.entropy, evaluated.entropy)
+    assert evaluated.logprobs[batch.labels == -100].count_nonzero() == 0
+    assert evaluated.logprobs[batch.labels != -100].max() < 0
+
+
+def test_no_grad_computes_the_loss_alone() -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["grpo"]})
+    with torch.no_grad():
+        output = head(make_hidden(batch), batch)
+    assert not output.loss.requires_grad
+    torch.testing.assert_close(output.loss, head(make_hidden(batch), batch).loss.detach())
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+def test_two_backwards_of_one_graph(strategy: str) -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["grpo"]}, strategy=strategy)
+    loss = head(make_hidden(batch), batch).loss
+    loss.backward(retain_graph=True)
+    (once,) = torch.autograd.grad(head(make_hidden(batch), batch).loss, [head.weight])
+    (loss * -2).backward()
+    assert head.weight.grad is not None
+    torch.testing.assert_close(head.weight.grad, -once)
+
+
+def test_auto_takes_one_pass_where_documents_are_whole_and_fit() -> None:
+    documents = ragged_documents()
+    hand_made = pack(documents)
+    hidden = make_hidden(hand_made)
+
+    def strategy(loss: str, **options: object) -> str | None:
+        whole = bool(options.pop("whole", True))
+        head = make_head(losses={"policy": LOSSES[loss]}, **options)
+        result: str | None = head(hidden, hand_made.replace(whole_documents=whole)).strategy
+        return result
+
+    assert strategy("grpo") == "single_pass"
+    assert strategy("gspo") == "single_pass"
+    assert strategy("gspo", whole=False) == "recompute"
+    assert strategy("grpo", whole=False) == "single_pass"
+    assert strategy("grpo", chunk_size=2) == "recompute"
+    assert strategy("grpo", max_logits_bytes=64) == "recompute"
+    with pytest.raises(ValueError, match="split over ranks or micro-sequences"):
+        strategy("gspo", whole=False, strategy="single_pass")
+    with pytest.raises(ValueError, match="more rows than"):
+        strategy("gspo", chunk_size=2, strategy="single_pass")
+
+
+def test_batches_made_by_hand_need_no_row_sets() -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["gspo"]})
+    hidden = make_hidden(batch)
+    bare = batch.replace(labelled_rows=None, active_rows=None, active_document_rows=None)
+    expected = gradients(head(hidden, batch).loss, head, hidden)
+    for actual, wanted in zip(
+        gradients(head(hidden, bare).loss, head, hidden), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
+
+
+def test_a_loss_says_what_the_batch_lacks() -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["grpo"]})
+    with pytest.raises(ValueError, match=r"`old_logprobs` must be in the batch for the GRPOLoss"):
+        head(make_hidden(batch), batch.replace(old_logprobs=None))
+    with pytest.raises(ValueError, match=r"`advantages` must be in the batch"):
+        head(make_hidden(batch), batch.replace(advantages=None))
