@@ -1,0 +1,262 @@
+"""Llama folders as Hugging Face has them: config.json and safetensors, one file or several.
+
+Nothing here needs transformers; what is saved loads there, and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastrl.config import HeadOptions, LlamaConfig, UserError
+from fastrl.models.hf_config import llama_config_from_hf, llama_config_to_hf
+from fastrl.models.llama import Llama
+from fastrl.parallel import ParallelGroups
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+# Old checkpoints store these constants; they follow from the config.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def load_llama(
+    path: str | os.PathLike[str],
+    *,
+    head: HeadOptions | None = None,
+    groups: ParallelGroups | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Llama:
+    """Returns the model of a Hugging Face folder.
+
+    Args:
+        path: the folder.
+        head: losses and options of the head.
+        groups: process groups of the head.
+        device: of the parameters.
+        dtype: of the parameters, which the file's are cast to; default: torch's default dtype.
+
+    Raises:
+        UserError: as `read_llama_config` and `load_weights`.
+    """
+    llama = Llama(read_llama_config(path, head=head), groups, device="meta", dtype=dtype)
+    llama.to_empty(device=torch.get_default_device() if device is None else device)
+    load_weights(llama, path)
+    return llama
+
+
+def read_llama_config(
+    path: str | os.PathLike[str], *, head: HeadOptions | None = None
+) -> LlamaConfig:
+    """Returns the config of a Hugging Face folder, whose weights decide whether the head is tied.
+
+    Where config.json says tied but the files hold a head of its own that differs from the
+    embedding, the result is untied, with a warning.
+
+    Args:
+        path: the folder.
+        head: losses and options of the head; what config.json says of the head goes before them.
+
+    Raises:
+        UserError: a missing or malformed file, an unsupported option, or a head that is not tied
+            and not there.
+    """
+    folder = Path(path)
+    source = folder / CONFIG_FILE
+    config = llama_config_from_hf(_read_json(source), head=head, source=str(source))
+    files = _weight_files(folder)
+    if config.tie_word_embeddings and not _is_tied(files):
+        warnings.warn(
+            f"{source} says `tie_word_embeddings: true`, but the weights have a `{_HEAD}` that "
+            "differs from the embedding; the model is built untied, with that head",
+            stacklevel=2,
+        )
+        return config.model_copy(update={"tie_word_embeddings": False})
+    if not config.tie_word_embeddings and _HEAD not in files:
+        raise UserError(
+            f"{folder}: no tensor `{_HEAD}`, which `tie_word_embeddings: false` in {CONFIG_FILE} "
+            "needs; set it to true if the embedding is the head"
+        )
+    return config
+
+
+@torch.no_grad()
+def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
+    """Copies the weights of a Hugging Face folder into a model, casting to its dtype.
+
+    The model's parameters are as they are or just made by `to_empty`; they keep their storage.
+
+    Raises:
+        UserError: a missing or malformed file; tensors that are missing, unexpected, of another
+            shape or not floating point; a head in the files that differs from the embedding when
+            the model's head is tied. Nothing is copied then.
+    """
+    folder = Path(path)
+    files = _weight_files(folder)
+    parameters = dict(llama.named_parameters())  # a tied head is not listed a second time
+    if _HEAD not in parameters:
+        if not _is_tied(files):
+            raise UserError(
+                f"{folder}: `{_HEAD}` differs from the embedding, but the model's head is tied; "
+                "build it with `tie_word_embeddings: false`"
+            )
+        files.pop(_HEAD, None)
+    _check_tensors(folder, files, parameters)
+    for file in sorted(set(files.values())):
+        with _opened(file) as tensors:
+            for name in (name for name, holder in files.items() if holder == file):
+                parameters[name].copy_(tensors.get_tensor(name))
+
+
+def _check_tensors(
+    folder: Path, files: dict[str, Path], parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    """Raises one error about all tensors that do not fit."""
+    problems = [f"missing `{name}`" for name in parameters if name not in files]
+    problems += [f"unexpected `{name}`" for name in files if name not in parameters]
+    for file in sorted(set(files.values())):
+        with _opened(file) as tensors:
+            for name in (name for name, holder in files.items() if holder == file):
+                view = tensors.get_slice(name)
+                shape, dtype = list(view.get_shape()), view.get_dtype()
+                if name in parameters and shape != list(parameters[name].shape):
+                    expected = list(parameters[name].shape)
+                    problems.append(f"`{name}` must have shape {expected}, got {shape}")
+                if name in parameters and dtype not in _FLOAT_DTYPES:
+                    problems.append(f"`{name}` must be of {', '.join(_FLOAT_DTYPES)}, got {dtype}")
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise UserError(f"{folder}: the weights do not fit the model:\n{shown}{more}")
+
+
+def _is_tied(files: dict[str, Path]) -> bool:
+    """Whether the files hold no head, or one that equals the embedding."""
+    if _HEAD not in files or _EMBEDDING not in files:
+        return True
+    return torch.equal(_read_tensor(files, _HEAD), _read_tensor(files, _EMBEDDING))
+
+
+def _read_tensor(files: dict[str, Path], name: str) -> Tensor:
+    with _opened(files[name]) as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
+
+
+def _opened(file: Path) -> Any:
+    """Returns an open safetensors file, a context manager."""
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except SafetensorError as error:
+        raise UserError(f"{file}: must be a safetensors file: {error}") from error
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Returns the file that holds each tensor of a folder."""
+    index = folder / INDEX_FILE
+    if (folder / WEIGHTS_FILE).exists():
+        files = dict.fromkeys(_tensor_names(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
+    elif index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index}: must have a mapping `weight_map` of tensors to files")
+        files = {name: folder / file for name, file in weight_map.items()}
+        held = {file: _tensor_names(file) for file in set(files.values())}
+        lost = [name for name, file in files.items() if name not in held[file]]
+        if lost:
+            raise UserError(f"{index}: `{lost[0]}` must be in {files[lost[0]].name}, but is not")
+    else:
+        raise UserError(f"{folder}: must hold {WEIGHTS_FILE} or {INDEX_FILE}, found neither")
+    return {name: file for name, file in files.items() if not name.endswith(_IGNORED_SUFFIX)}
+
+
+def _tensor_names(file: Path) -> set[str]:
+    with _opened(file) as tensors:
+        return set(tensors.keys())
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file}: must be JSON in UTF-8: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must be a JSON object")
+    return values
+
+
+def save_llama(
+    llama: Llama, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes a Hugging Face folder, which appears complete or not at all.
+
+    A tied head is stored once, as the embedding. With more than `max_shard_bytes` of weights there
+    are several safetensors files and an index.
+
+    Args:
+        llama: whole parameters, on any device.
+        path: the folder, which must not exist; its parents are made.
+        max_shard_bytes: most bytes of tensors in one file (one tensor may have more).
+
+    Raises:
+        UserError: the folder exists.
+    """
+    folder = Path(path)
+    if folder.exists():
+        raise UserError(f"{folder}: exists already; save to a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    if temporary.exists():  # of a run that was killed
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    try:
+        _write_folder(llama, temporary, max_shard_bytes)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
+    parameters = dict(llama.named_parameters())
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, parameter in parameters.items():
+        used = sum(tensor.nbytes for tensor in shards[-1].values())
+        if shards[-1] and used + parameter.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = parameter.detach()
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = file if len(shards) > 1 else WEIGHTS_FILE
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in shard.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / INDEX_FILE, index)
+    dtype = str(parameters[_EMBEDDING].dtype).removeprefix("torch.")
+    _write_json(folder / CONFIG_FILE, llama_config_to_hf(llama.config, dtype))
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
