@@ -1,0 +1,237 @@
+"""Faults that users met in other losses, each with the right value; named after their ids."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import (
+    BatchCounts,
+    BatchKwargs,
+    Document,
+    LanguageModelHead,
+    LanguageModelHeadConfig,
+    TokenBatch,
+)
+from fastrl.config import GRPOLossConfig
+from fastrl.functional.statistics import TokenStatistics
+from fastrl.layers.losses import GRPOLoss
+from tests.layers.batches import pack
+
+STRATEGIES = ["recompute", "single_pass"]
+
+
+def uniform_head(loss: dict[str, object], strategy: str = "auto") -> LanguageModelHead:
+    """A head of four entries with a bias of zeros: all logits are 0 and can be trained."""
+    config = {
+        "hidden_size": 1,
+        "vocab_size": 4,
+        "bias": True,
+        "strategy": strategy,
+        "losses": {"policy": loss},
+    }
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config), dtype=torch.float64)
+    torch.nn.init.zeros_(head.weight)
+    return head
+
+
+def on_policy(num_labels: int, advantage: float = 1.0) -> Document:
+    """Labels 0 under the uniform head, whose own log-probabilities are the old ones."""
+    length = num_labels + 1
+    old = [-math.log(4)] * length
+    return Document(tokens=[0] * length, prompt_length=1, logprobs=old, advantage=advantage)
+
+
+def run(head: LanguageModelHead, batch: BatchKwargs) -> Tensor:
+    loss = head(torch.ones(batch.num_tokens, 1, dtype=torch.float64), batch).loss
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return loss.detach()
+
+
+def bias_grad(head: LanguageModelHead) -> list[float]:
+    assert head.bias is not None
+    assert head.bias.grad is not None
+    return [round(value, 6) for value in head.bias.grad.tolist()]
+
+
+def micro_batches(parts: list[list[Document]]) -> list[BatchKwargs]:
+    batches = [TokenBatch.from_documents(part) for part in parts]
+    counts = BatchCounts.of(batches)
+    return [batch.to_kwargs(counts=counts)[0] for batch in batches]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_n1_micro_batches_add_up_to_the_batch(strategy: str) -> None:
+    head = uniform_head({"type": "grpo"}, strategy)
+    losses = [run(head, batch) for batch in micro_batches([[on_policy(3)], [on_policy(3)]])]
+    assert sum(losses).item() == pytest.approx(-1.0)  # type: ignore[union-attr]
+    # Each of six labels moves its logit by -(1/6) (1 - 1/4).
+    assert bias_grad(head) == [-0.75, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("split", [False, True])
+def test_n4_every_token_of_a_step_weighs_the_same(split: bool, strategy: str) -> None:
+    head = uniform_head({"type": "grpo"}, strategy)
+    documents = [on_policy(1), on_policy(9, advantage=-1.0)]
+    parts = [[document] for document in documents] if split else [documents]
+    losses = [run(head, batch) for batch in micro_batches(parts)]
+    assert sum(losses).item() == pytest.approx(0.8)  # type: ignore[union-attr]
+    assert bias_grad(head) == [0.6, -0.2, -0.2, -0.2]
+
+
+def test_n6_only_tokens_that_something_predicts_are_counted() -> None:
+    documents = [Document(tokens=[1] * length, prompt_length=0) for length in (4, 6)]
+    head = uniform_head({"type": "cross_entropy"})
+    (batch,) = TokenBatch.from_documents(documents).to_kwargs()
+    assert batch.num_labels_in_batch == 8
+    assert run(head, batch).item() == pytest.approx(1.386294, abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("normalisation", ["tokens", "documents", "constant"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "grpo", "gspo"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_d1_nothing_labelled_gives_exactly_zero(
+    loss: str, normalisation: str, strategy: str, as_tensor: bool
+) -> None:
+    config: dict[str, object] = {"type": loss, "normalisation": normalisation}
+    if normalisation == "constant":
+        config["length"] = 3
+    head = uniform_head(config, strategy)
+    batch = pack([on_policy(2)])
+    zero: int | Tensor = torch.tensor(0) if as_tensor else 0
+    batch = BatchKwargs(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        labels=torch.full_like(batch.labels, -100),
+        document_index=batch.document_index,
+        label_counts=torch.zeros_like(batch.label_counts),
+        num_documents=1,
+        num_labels_in_batch=zero,
+        num_documents_in_batch=zero,
+        advantages=batch.advantages,
+        old_logprobs=torch.full_like(batch.label_counts, torch.nan),
+    )
+    hidden = torch.ones(batch.num_tokens, 1, dtype=torch.float64, requires_grad=True)
+    head(hidden, batch).loss.backward()
+    assert run(head, batch).item() == 0
+    assert bias_grad(head) == [0, 0, 0, 0]
+    assert hidden.grad is not None
+    assert hidden.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_d1_a_prompt_without_completion_changes_nothing(strategy: str) -> None:
+    prompt_only = Document(tokens=[0, 1, 2], prompt_length=3, advantage=1.0)
+    for loss in ("grpo", "gspo"):
+        head = uniform_head({"type": loss}, strategy)
+        alone = run(head, pack([on_policy(2)])), bias_grad(head)
+        head.zero_grad()
+        together = run(head, pack([prompt_only, on_policy(2)])), bias_grad(head)
+        assert together == alone
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_d5_zero_advantages_stay_in_the_count_unless_dropped(strategy: str) -> None:
+    head = uniform_head({"type": "grpo"}, strategy)
+    kept = [on_policy(4), on_policy(4, advantage=0.0)]
+    assert run(head, pack(kept)).item() == pytest.approx(-0.5)
+    assert run(head, pack(kept[:1])).item() == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("old", [-150.0, -math.inf, math.inf, math.nan])
+def test_e1_masked_slots_never_reach_the_exponential(old: float) -> None:
+    logprobs = torch.full((3,), -1.0, requires_grad=True)
+    batch = pack([on_policy(3)])
+    batch = BatchKwargs(
+        tokens=batch.tokens[:3],
+        positions=batch.positions[:3],
+        labels=torch.tensor([0, 0, -100]),
+        document_index=torch.zeros(3, dtype=torch.int64),
+        label_counts=torch.full((3,), 2.0),
+        num_documents=1,
+        num_labels_in_batch=2,
+        num_documents_in_batch=1,
+        advantages=torch.ones(3),
+        old_logprobs=torch.tensor([-1.0, -1.0, old]),
+    )
+    loss = GRPOLoss(GRPOLossConfig())(TokenStatistics(logprobs, None, logprobs), batch)
+    (grad,) = torch.autograd.grad(loss, [logprobs])
+    assert loss.item() == -1.0
+    assert grad.tolist() == [-0.5, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("old", [-1e4, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_e1_ratios_out_of_range_saturate(loss: str, old: float, advantage: float) -> None:
+    head = uniform_head({"type": loss}).float()
+    document = Document(tokens=[0, 0], prompt_length=1, logprobs=[0, old], advantage=advantage)
+    value = head(torch.ones(2, 1), pack([document])).loss
+    value.backward()
+    assert value.isfinite()
+    assert head.bias is not None
+    assert head.bias.grad is not None
+    assert head.bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("alignment", ["whole document", "completion only"])
+def test_m2_old_logprobs_meet_their_own_tokens(alignment: str) -> None:
+    head = uniform_head({"type": "grpo"})
+    tokens = [2, 3, 0, 1]
+    bias = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64)
+    assert head.bias is not None
+    head.bias.data.copy_(bias)
+    own = bias.log_softmax(0)[tokens].tolist()
+    logprobs = [0.0, *own[1:]] if alignment == "whole document" else own[1:]
+    document = Document(tokens=tokens, prompt_length=1, logprobs=logprobs, advantage=1.0)
+    batch = pack([document])
+    output = head(torch.ones(4, 1, dtype=torch.float64), batch)
+    assert output.metrics["policy/ratio"].item() == pytest.approx(1.0, abs=1e-7)
+    assert output.metrics["policy/kl_old_new"].item() == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ValueError, match="old_logprobs"):
+        batch.replace(old_logprobs=torch.zeros(3))
+
+
+def test_i1_ratio_is_exactly_one_on_policy() -> None:
+    config = {"hidden_size": 8, "vocab_size": 50, "losses": {"policy": {"type": "gspo"}}}
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(50, (40,), generator=generator).tolist()
+    batch = pack([Document(tokens=tokens, prompt_length=3, advantage=1.0, logprobs=[0.0] * 40)])
+    hidden = torch.randn(40, 8, generator=generator).bfloat16()
+    head.eval()
+    old = head(hidden, batch).logprobs
+    head.train()
+    output = head(hidden, batch.replace(old_logprobs=old))
+    assert output.metrics["policy/ratio"].item() == pytest.approx(1.0, abs=1e-6)
+    assert output.metrics["policy/kl_old_new"].item() == 0
+    assert output.metrics["policy/clip_fraction"].item() == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
+def test_w3_frozen_parts_of_a_head(strategy: str, frozen: str) -> None:
+    head = uniform_head({"type": "grpo"}, strategy)
+    batch = pack([on_policy(3), on_policy(2, advantage=-2.0)])
+    hidden = torch.ones(batch.num_tokens, 1, dtype=torch.float64, requires_grad=frozen != "hidden")
+    torch.nn.init.normal_(head.weight)
+    parts = {"weight": head.weight, "bias": head.bias, "hidden": hidden}
+    head(hidden, batch).loss.backward()
+    everything = {name: None if part is None else part.grad for name, part in parts.items()}
+    head.zero_grad()
+    hidden.grad = None
+    if frozen != "hidden":
+        getattr(head, frozen).requires_grad_(False)
+    head(hidden, batch).loss.backward()
+    for name, part in parts.items():
+        assert part is not None
+        if name == frozen:
+            assert part.grad is None
+        else:
+            torch.testing.assert_close(part.grad, everything[name])
