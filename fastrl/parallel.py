@@ -5,6 +5,7 @@ Every group is an explicit argument; `None` is one rank. The default process gro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("data", "sequence_data", "tensor")
+
+
+def device_mesh(
+    *, data: int = 1, sequence_data: int = 1, tensor: int = 1, device_type: str
+) -> DeviceMesh:
+    """The mesh of all ranks with the axes `data`, `sequence_data`, `tensor`, the last innermost.
+
+    Ranks of one tensor group are thus neighbours, on one host where it has enough devices. This
+    is the one place that reads the default process group, which must be initialised.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks; on every rank and before any
+            collective.
+    """
+    sizes = (data, sequence_data, tensor)
+    needed, found = math.prod(sizes), dist.get_world_size()
+    if min(sizes) < 1 or needed != found:
+        raise ValueError(
+            f"`parallel` must have sizes that multiply to the number of ranks, {found}, got data"
+            f" {data} x sequence_data {sequence_data} x tensor {tensor} = {needed}; start"
+            f" {needed} processes or change the sizes."
+        )
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,29 @@ class ParallelGroups:
     sp: ProcessGroup | None = None
     sdp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> ParallelGroups:
+        """The groups of a mesh with the axes of `device_mesh`, also of some of them only.
+
+        Args:
+            mesh: axes `data`, `sequence_data`, `tensor`; an axis of size 1 gives None.
+            sequence_parallel: whether the tensor axis also splits hidden states by tokens.
+        """
+        names = mesh.mesh_dim_names or ()
+        unknown = set(names) - set(AXES)
+        if unknown or not names:
+            raise ValueError(
+                f"`mesh` must have axes out of {list(AXES)}, got {list(names)}; name the axes with"
+                " `mesh_dim_names`."
+            )
+        data, sequence_data, tensor = (
+            mesh.get_group(axis) if axis in names and mesh[axis].size() > 1 else None
+            for axis in AXES
+        )
+        return cls(
+            tp=tensor, sp=tensor if sequence_parallel else None, sdp=sequence_data, dp=data
+        )
 
 
 def group_size(group: ProcessGroup | None) -> int:

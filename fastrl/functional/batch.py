@@ -27,10 +27,18 @@ class RowSet:
         index: [R] int64, increasing.
         document_ends: cumulative number of rows at the end of each document of this shard that has
             a row; the last is R, and it is empty for no rows.
+        host_index: `index` on the CPU, wherever `index` is moved to. Default: copied from `index`,
+            which waits for the device if it lies there.
     """
 
     index: Tensor  # [R]
     document_ends: tuple[int, ...]
+    host_index: Tensor = None  # type: ignore[assignment] # [R], set below
+
+    def __post_init__(self) -> None:
+        """Keeps the rows on the host as well."""
+        if self.host_index is None:
+            object.__setattr__(self, "host_index", self.index.cpu())
 
     def __len__(self) -> int:
         return self.index.shape[0]
@@ -47,6 +55,18 @@ class RowSet:
         inner = (documents[1:] != documents[:-1]).nonzero().squeeze(1) + 1
         ends = [*inner.tolist(), len(index)] if len(index) else []
         return cls(index=index, document_ends=tuple(ends))
+
+    def within(self, start: int, stop: int) -> RowSet:
+        """The rows in [start, stop), counted from `start`: those of a slice of the shard."""
+        bounds = torch.searchsorted(self.host_index, torch.tensor([start, stop])).tolist()
+        first, last = bounds
+        ends = [min(end, last) - first for end in self.document_ends if end > first]
+        inside = ends[: ends.index(last - first) + 1] if last > first else []
+        return RowSet(
+            index=self.index[first:last] - start,
+            document_ends=tuple(inside),
+            host_index=self.host_index[first:last] - start,
+        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RowSet:
         """The same rows with their index on `device`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fastrl.config.losses import AnyLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
@@ -91,6 +92,11 @@ class LanguageModelHead(nn.Module):
         """Whether the ranks of `sp` hold different tokens, also in the head."""
         return self.groups.sp is not None and self.groups.tp is None
 
+    @property
+    def loss_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """Groups over whose ranks losses and metrics add up to those of the step."""
+        return (self.groups.dp, self.groups.sdp, self.groups.sp if self.splits_tokens else None)
+
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, 0.02^2) and zeroes the bias."""
         nn.init.normal_(self.weight, std=0.02)
@@ -170,7 +176,13 @@ class LanguageModelHead(nn.Module):
                 f"`batch` must have a multiple of {size} tokens under sequence parallelism, got"
                 f" {batch.num_tokens}; pack with `pad_to_multiple`."
             )
-        return batch.select(slice(rank * step, (rank + 1) * step))
+        start, stop = rank * step, (rank + 1) * step
+        sets = {
+            name: rows.within(start, stop)
+            for name in ("labelled_rows", "active_rows", "active_document_rows")
+            if isinstance(rows := getattr(batch, name), RowSet)
+        }
+        return batch.select(slice(start, stop)).replace(**sets)
 
     def _labelled_rows(self, batch: BatchKwargs) -> RowSet:
         """Rows with a label; found on the device, which waits for it, in hand-made batches."""

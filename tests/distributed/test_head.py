@@ -1,0 +1,156 @@
+"""The head on every layout of ranks equals the head in one process, in float64.
+
+One item a layout runs all losses in all strategies: starting a call costs more than a case. What
+one process gives is compared with the definition here too, so that equality means something.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl.config.losses import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
+from fastrl.functional import reference
+from tests.distributed.head_cases import (
+    CASES,
+    COLUMNS,
+    UPSTREAM,
+    HeadRun,
+    WholeResult,
+    assemble,
+    build_head,
+    hidden_states,
+    in_float64,
+    one_process,
+    pack,
+    run_on_rank,
+)
+from tests.distributed.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
+from tests.distributed.ranks import RankPool
+
+TOLERANCE = 1e-9
+
+GRPO = GRPOLossConfig(epsilon_low=0.1, epsilon_high=0.2)
+GSPO = GSPOLossConfig(epsilon_low=0.05, epsilon_high=0.1)
+CROSS_ENTROPY = CrossEntropyLossConfig()
+# A loss that is added here runs on every layout.
+LOSSES = {"grpo": GRPO, "gspo": GSPO, "cross_entropy": CROSS_ENTROPY}
+
+RUNS = {
+    **{
+        f"{name}-{strategy}": HeadRun(((name, loss),), strategy, chunk_size=4)
+        for name, loss in LOSSES.items()
+        for strategy in ("recompute", "auto")
+    },
+    "grpo-micro_batches": HeadRun((("grpo", GRPO),), micro_batches=2, temperature=True),
+    "gspo-micro_batches": HeadRun((("gspo", GSPO),), micro_batches=2, temperature=True),
+    "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
+    "gspo-documents_in_chunks": HeadRun((("gspo", GSPO),), chunk_size=12),
+}
+FEW_RUNS = ("grpo-auto", "gspo-recompute", "all-without_metrics")
+
+
+def run_all(case_name: str, names: tuple[str, ...], layout: Ranks) -> list[object]:
+    return [run_on_rank(case_name, RUNS[name], layout) for name in names]
+
+
+def check(ranks: RankPool, case_name: str, names: tuple[str, ...], layout: Ranks) -> None:
+    answers = ranks(run_all, layout.world_size, case_name, names, layout)
+    for name, results in zip(names, zip(*answers, strict=True), strict=True):
+        whole = assemble(CASES[case_name], RUNS[name], layout, list(results))
+        assert_equal(whole, one_process(case_name, RUNS[name]), f"{case_name} {name} {layout}")
+
+
+def assert_equal(actual: WholeResult, expected: WholeResult, where: str) -> None:
+    def close(name: str, a: Tensor, b: Tensor) -> None:
+        torch.testing.assert_close(
+            a.double(),
+            b.double(),
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            msg=lambda text: f"{where}: {name}: {text}",
+        )
+
+    close("loss", actual.loss, expected.loss)
+    for number, (a, b) in enumerate(zip(actual.grad_hidden, expected.grad_hidden, strict=True)):
+        close(f"grad_hidden of document {number}", a, b)
+    close("grad_weight", actual.grad_weight, expected.grad_weight)
+    if expected.grad_bias is not None:
+        assert actual.grad_bias is not None
+        close("grad_bias", actual.grad_bias, expected.grad_bias)
+    assert actual.metrics.keys() == expected.metrics.keys(), where
+    for name, value in expected.metrics.items():
+        close(name, actual.metrics[name], value)
+
+
+@pytest.mark.parametrize("layout", [*TWO_RANKS, *FOUR_RANKS], ids=str)
+def test_ragged_documents_on_every_layout(ranks: RankPool, layout: Ranks) -> None:
+    check(ranks, "ragged", tuple(RUNS), layout)
+
+
+@pytest.mark.parametrize("layout", EIGHT_RANKS, ids=str)
+def test_eight_ranks(ranks: RankPool, layout: Ranks) -> None:
+    check(ranks, "ragged", FEW_RUNS, layout)
+
+
+@pytest.mark.parametrize("case_name", [name for name in CASES if name != "ragged"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Ranks(2, 2, 1, layout="zigzag"),
+        Ranks(1, 4, 1),
+        Ranks(1, 1, 4),
+        Ranks(1, 2, 2, sequence_parallel=True),
+        Ranks(1, 2, 2, sequence_parallel=True, vocabulary_parallel=False, layout="zigzag"),
+    ],
+    ids=str,
+)
+def test_boundary_cases(ranks: RankPool, case_name: str, layout: Ranks) -> None:
+    check(ranks, case_name, FEW_RUNS, layout)
+
+
+@pytest.mark.parametrize("case_name", list(CASES))
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_process_is_the_definition(case_name: str, name: str) -> None:
+    case, loss = CASES[case_name], LOSSES[name]
+    run = RUNS[f"{name}-recompute"]
+    head = build_head(case, run, None, True)
+    numbers = list(range(len(case.documents)))
+    batch = pack(case, numbers, run, 1)
+    kwargs = in_float64(batch.to_kwargs()[0])
+    hidden = hidden_states(case, numbers, kwargs.num_tokens).requires_grad_()
+    z = reference.logits(
+        hidden, head.weight, bias=head.bias, softcap=5.0, vocab_size=case.vocab_size
+    )
+    logprobs = reference.token_statistics(z, kwargs.labels)[0]
+    vectors = {column: getattr(kwargs, column) for column in COLUMNS}
+    arguments = {
+        "grpo": (vectors["old_logprobs"], vectors["advantages"]),
+        "gspo": (vectors["old_logprobs"], vectors["advantages"]),
+        "cross_entropy": (),
+    }[name]
+    options = {} if name == "cross_entropy" else {
+        "epsilon_low": loss.epsilon_low,  # type: ignore[attr-defined]
+        "epsilon_high": loss.epsilon_high,  # type: ignore[attr-defined]
+    }
+    expected = getattr(reference, name)(
+        logprobs,
+        *arguments,
+        kwargs.labels,
+        kwargs.document_index,
+        normalisation=loss.normalisation,
+        num_labels=max(batch.num_labels, 1),
+        num_documents=max(batch.num_documents_with_labels, 1),
+        **options,
+    )
+    actual = one_process(case_name, run)
+    torch.testing.assert_close(actual.loss, expected.detach(), rtol=1e-9, atol=1e-9)
+    if not expected.requires_grad:
+        assert not actual.grad_weight.any()
+        return
+    (expected * UPSTREAM).backward()
+    torch.testing.assert_close(actual.grad_weight, head.weight.grad, rtol=1e-9, atol=1e-9)
+    assert hidden.grad is not None
+    pieces = hidden.grad[: batch.num_tokens].split(batch.document_lengths)
+    torch.testing.assert_close(actual.grad_hidden, list(pieces), rtol=1e-9, atol=1e-9)
