@@ -1,36 +1,23 @@
-"""Configs of the head and of its losses."""
+"""Configs of the head and of its losses. What losses share is in `loss_options.py`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from fastrl.config.base import Config
-
-Normalisation = Literal["tokens", "documents", "constant"]
-
-
-class LossConfig(Config):
-    """What every loss shares."""
-
-    weight: float = 1.0
-    """Factor on this loss in the sum over the head's losses."""
-
-    normalisation: Normalisation = "tokens"
-    """`tokens`: sum / labels in the batch. `documents`: each document's token mean / documents in
-    the batch. `constant`: sum / (documents in the batch * `length`), as in Dr. GRPO."""
-
-    length: int | None = Field(default=None, gt=0)
-    """Tokens a document counts as under `normalisation: constant`, for example the completion
-    limit; only there."""
-
-    @model_validator(mode="after")
-    def _length_belongs_to_constant(self) -> "LossConfig":
-        if (self.length is not None) != (self.normalisation == "constant"):
-            raise ValueError(
-                "`length` must be given with `normalisation: constant` and only there, got"
-                f" `length: {self.length}` with `normalisation: {self.normalisation}`"
-            )
-        return self
+from fastrl.config.loss_options import LossConfig
+from fastrl.config.policy_losses import (
+    CISPOLossConfig,
+    DPPOLossConfig,
+    GMPOLossConfig,
+    GRPOLossConfig,
+    GSPOLossConfig,
+    GSPOTokenLossConfig,
+    LUSPOLossConfig,
+    ReinforceLossConfig,
+    SAPOLossConfig,
+    VESPOLossConfig,
+)
 
 
 class CrossEntropyLossConfig(LossConfig):
@@ -39,43 +26,86 @@ class CrossEntropyLossConfig(LossConfig):
     type: Literal["cross_entropy"] = "cross_entropy"
     """Names the loss."""
 
-
-class PolicyGradientLossConfig(LossConfig):
-    """What every policy-gradient loss with a clipped importance ratio shares."""
-
-    epsilon_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped from below at 1 - `epsilon_low`."""
-
-    epsilon_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped from above at 1 + `epsilon_high`; larger than `epsilon_low` is DAPO's
-    clip-higher."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target that is spread evenly over the vocabulary."""
 
 
-class GRPOLossConfig(PolicyGradientLossConfig):
-    """Clipped surrogate of token ratios (GRPO, arXiv:2402.03300)."""
+class ZLossConfig(LossConfig):
+    """Square of the log-sum-exp of the logits: keeps them from drifting (PaLM, ST-MoE)."""
 
-    type: Literal["grpo"] = "grpo"
+    type: Literal["z_loss"] = "z_loss"
     """Names the loss."""
 
+    weight: float = 1e-4
+    """Factor on this loss in the sum over the head's losses; PaLM's value."""
 
-class GSPOLossConfig(PolicyGradientLossConfig):
-    """Clipped surrogate of a document's length-normalised ratio (GSPO, arXiv:2507.18071)."""
 
-    type: Literal["gspo"] = "gspo"
+class DPOLossConfig(LossConfig):
+    """Preference between the chosen and the rejected document of each pair (arXiv:2305.18290)."""
+
+    type: Literal["dpo"] = "dpo"
     """Names the loss."""
 
-    normalisation: Normalisation = "documents"
-    """As in the other losses; the paper weighs each document once."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference."""
 
-    epsilon_low: float = Field(default=3e-4, ge=0, le=1)
-    """The ratio is clipped from below at 1 - `epsilon_low`; the paper's value."""
+    variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Of the margin m: -log sigmoid(beta m), (m - 1 / (2 beta))^2, or max(0, 1 - beta m)."""
 
-    epsilon_high: float = Field(default=4e-4, ge=0)
-    """The ratio is clipped from above at 1 + `epsilon_high`; the paper's value."""
+    log_ratio: Literal["sum", "mean"] = "sum"
+    """Whether a document's log-ratio to the reference is summed or averaged over its labels."""
+
+    normalisation: Literal["groups"] = "groups"
+    """A pair is a group; the mean over pairs."""
+
+
+class DistillationLossConfig(LossConfig):
+    """Divergence between the distributions of a teacher and of the policy, over the vocabulary."""
+
+    type: Literal["distillation"] = "distillation"
+    """Names the loss."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
+    """`forward_kl`: KL(teacher, policy). `reverse_kl`: KL(policy, teacher). `jensen_shannon`:
+    beta KL(teacher, m) + (1 - beta) KL(policy, m), m = beta teacher + (1 - beta) policy."""
+
+    beta: float | None = Field(default=None, gt=0, lt=1)
+    """Weight of the teacher under `divergence: jensen_shannon`, 0.5 there if not given; only
+    there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_beta(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("divergence") == "jensen_shannon":
+            return {"beta": 0.5} | values
+        return values
+
+    @model_validator(mode="after")
+    def _beta_belongs_to_jensen_shannon(self) -> "DistillationLossConfig":
+        if (self.beta is not None) != (self.divergence == "jensen_shannon"):
+            raise ValueError(
+                "`beta` must be given with `divergence: jensen_shannon` and only there, got"
+                f" `beta: {self.beta}` with `divergence: {self.divergence}`"
+            )
+        return self
 
 
 AnyLossConfig = Annotated[
-    CrossEntropyLossConfig | GRPOLossConfig | GSPOLossConfig, Field(discriminator="type")
+    CrossEntropyLossConfig
+    | ZLossConfig
+    | DPOLossConfig
+    | DistillationLossConfig
+    | GRPOLossConfig
+    | GSPOLossConfig
+    | GSPOTokenLossConfig
+    | LUSPOLossConfig
+    | CISPOLossConfig
+    | SAPOLossConfig
+    | GMPOLossConfig
+    | VESPOLossConfig
+    | DPPOLossConfig
+    | ReinforceLossConfig,
+    Field(discriminator="type"),
 ]
 
 

@@ -6,8 +6,8 @@ Here: `TokenBatch`, `BatchCounts`. The label shift is in `documents.py`, the sli
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 import torch
@@ -15,6 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.data.documents import IGNORE_LABEL, Document, shift_documents
+from fastrl.data.groups import (
+    GroupId,
+    count_group_labels,
+    document_group_labels,
+    group_numbers,
+)
 from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.parallel import ParallelGroups, group_rank, group_size
@@ -29,13 +35,18 @@ class BatchCounts:
     Attributes:
         num_labels_in_batch: shifted labels; the first token of a document is never one.
         num_documents_in_batch: documents with at least one label.
+        num_groups_in_batch: groups with at least one label. A group is whole on its data rank.
+        group_labels: labels of each group on this data rank, by its id; without, batches carry no
+            groups.
 
-    Both are numbers, or int64 scalars on the device where an all-reduce ran on a GPU, so that
-    nothing waits for it.
+    The numbers are int64 scalars on the device where an all-reduce ran on a GPU, so that nothing
+    waits for it.
     """
 
     num_labels_in_batch: int | Tensor
     num_documents_in_batch: int | Tensor
+    num_groups_in_batch: int | Tensor = field(default=0, compare=False)
+    group_labels: Mapping[GroupId, int] | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -57,16 +68,21 @@ class BatchCounts:
         """
         labels = sum(batch.num_labels for batch in batches)
         documents = sum(batch.num_documents_with_labels for batch in batches)
+        group_labels, groups_with_labels = count_group_labels(
+            (batch.group_ids, batch.document_label_counts.tolist())
+            for batch in batches
+            if batch.group_ids is not None
+        )
         group = None if groups is None else groups.dp
         if group is None:
-            return cls(labels, documents)
+            return cls(labels, documents, groups_with_labels, group_labels)
         if device is None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        counts = torch.tensor([labels, documents], dtype=torch.int64, device=device)
+        numbers = [labels, documents, groups_with_labels]
+        counts = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.all_reduce(counts, group=group)
-        if counts.device.type == "cpu":
-            return cls(*counts.tolist())
-        return cls(*counts.unbind())
+        values = counts.tolist() if counts.device.type == "cpu" else counts.unbind()
+        return cls(values[0], values[1], values[2], group_labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +103,7 @@ class TokenBatch:
     temperatures: Tensor  # [N] float64
     model_versions: Tensor | None = None  # [N] int64, -1 = none
     rewards: Tensor | None = None  # [N] fp32, NaN = none
+    group_ids: tuple[GroupId | None, ...] | None = None  # N
 
     @classmethod
     def from_documents(
@@ -121,6 +138,7 @@ class TokenBatch:
                 f"{num_tokens}; see fastrl.data.packing.pack_documents"
             )
         versions, rewards = shifted.model_versions, shifted.rewards
+        group_ids = tuple(document.group_id for document in documents)
         batch = cls(
             tokens=torch.from_numpy(shifted.tokens),
             labels=torch.from_numpy(shifted.labels),
@@ -132,6 +150,7 @@ class TokenBatch:
             temperatures=torch.from_numpy(shifted.temperatures),
             model_versions=None if versions is None else torch.from_numpy(versions),
             rewards=None if rewards is None else torch.from_numpy(rewards),
+            group_ids=group_ids if any(group is not None for group in group_ids) else None,
         )
         length = num_tokens if sequence_length is None else sequence_length
         return batch.padded(-(-length // pad_to_multiple) * pad_to_multiple)
@@ -299,6 +318,16 @@ class TokenBatch:
             in_active = self._per_token(active)[slots]
             active_document_rows = RowSet.from_mask(labelled & in_active, document_index)
         versions = self.model_versions
+        group_index = group_label_counts = None
+        num_groups = 0
+        if self.group_ids is not None and counts.group_labels is not None:
+            numbers = group_numbers(self.group_ids)
+            num_groups = max(numbers, default=-1) + 1
+            labels = document_group_labels(
+                self.group_ids, self.document_label_counts.tolist(), counts.group_labels
+            )
+            group_index = self._per_token(torch.tensor(numbers, dtype=torch.int64), -1)[slots]
+            group_label_counts = self._per_token(torch.tensor(labels)).float()[slots]
         return BatchKwargs(
             tokens=self.tokens[slots],
             positions=self.positions[slots],
@@ -312,6 +341,11 @@ class TokenBatch:
             temperature=self._temperature(slots),
             model_version=None if versions is None else self._per_token(versions, -1)[slots],
             rewards=self.rewards,
+            current_version=None,
+            group_index=group_index,
+            group_label_counts=group_label_counts,
+            num_groups=num_groups,
+            num_groups_in_batch=counts.num_groups_in_batch,
             labelled_rows=RowSet.from_mask(labelled, document_index),
             active_rows=active_rows,
             active_document_rows=active_document_rows,

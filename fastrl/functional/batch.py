@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_INTEGER_COLUMNS = ("tokens", "positions", "labels", "document_index", "model_version")
+_INTEGER_COLUMNS = (
+    "tokens",
+    "positions",
+    "labels",
+    "document_index",
+    "model_version",
+    "group_index",
+)
 _FLOAT_COLUMNS = (
     "label_counts",
     "advantages",
@@ -16,6 +23,7 @@ _FLOAT_COLUMNS = (
     "ref_logprobs",
     "rollout_logprobs",
     "temperature",
+    "group_label_counts",
 )
 
 
@@ -95,6 +103,13 @@ class BatchKwargs:
         temperature: one number if all documents share it, else [T] fp32, 1 at padding.
         model_version: [T] int64, -1 where there is none (padding, documents without label).
         rewards: [num_documents] fp32, NaN = none, for metrics.
+        current_version: of the weights being trained; for staleness.
+        group_index: [T] int64, 0-based number of the document's group in the packed sequence, the
+            same on every rank that holds a piece; -1 = padding. None without groups.
+        group_label_counts: [T] fp32, labels of the slot's whole group over the step's batches on
+            this data rank; 0 at padding.
+        num_groups: groups of the whole packed sequence: the size of per-group buffers.
+        num_groups_in_batch: groups with a label of the optimizer step.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
@@ -121,6 +136,11 @@ class BatchKwargs:
     temperature: float | Tensor = 1.0  # scalar or [T]
     model_version: Tensor | None = None  # [T]
     rewards: Tensor | None = None  # [num_documents]
+    current_version: int | None = None
+    group_index: Tensor | None = None  # [T]
+    group_label_counts: Tensor | None = None  # [T]
+    num_groups: int = 0
+    num_groups_in_batch: int | Tensor = 0
     labelled_rows: RowSet | None = None
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None

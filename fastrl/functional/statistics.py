@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -17,24 +17,34 @@ class TokenStatistics:
         logprobs: [T], z[label] - logsumexp(z); 0 at slots without label.
         entropy: [T], -sum p log p of p = softmax(z), or None when it was not asked for.
         logsumexp: [T], log sum exp z.
+        mean_logit: [T], (1 / V) sum z, or None when it was not asked for.
+        sum_squares: [T], sum p^2, or None when it was not asked for.
+        is_argmax: [T] bool, whether no logit is above the label's, or None when it was not asked
+            for. It has no gradient.
+        divergence: [T], from a teacher's distribution (`linear_divergence`), or None.
 
-    All are fp32 (float64 for float64 inputs).
+    All but `is_argmax` are fp32 (float64 for float64 inputs).
     """
 
     logprobs: Tensor  # [T]
     entropy: Tensor | None  # [T]
     logsumexp: Tensor  # [T]
+    mean_logit: Tensor | None = None  # [T]
+    sum_squares: Tensor | None = None  # [T]
+    is_argmax: Tensor | None = None  # [T]
+    divergence: Tensor | None = None  # [T]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The statistics with `function` applied to each vector."""
-        entropy = None if self.entropy is None else function(self.entropy)
-        return TokenStatistics(function(self.logprobs), entropy, function(self.logsumexp))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(
+            self, **{name: function(value) for name, value in values if value is not None}
+        )
 
     def vectors(self) -> list[Tensor]:
-        """The vectors that are there, logsumexp last."""
-        return [
-            vector for vector in (self.logprobs, self.entropy, self.logsumexp) if vector is not None
-        ]
+        """The vectors that are there, in the order of the fields."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return [value for value in values if value is not None]
 
 
 # Rows of the running statistics [4, R] of a part of the vocabulary.

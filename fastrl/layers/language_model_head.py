@@ -106,7 +106,10 @@ class LanguageModelHead(nn.Module):
     def set_losses(self, losses: Mapping[str, AnyLossConfig]) -> None:
         """Replaces the named losses, as between the phases of a training run."""
         token_groups = (self.groups.sdp, self.groups.sp if self.splits_tokens else None)
-        self.losses = {name: build_loss(config, token_groups) for name, config in losses.items()}
+        self.losses = {
+            name: build_loss(config, token_groups, self.groups.dp)
+            for name, config in losses.items()
+        }
 
     def forward(
         self,
@@ -141,7 +144,7 @@ class LanguageModelHead(nn.Module):
         gradient_rows = self._gradient_rows(batch)
         wants_all = self.config.metrics or return_logprobs
         statistics_rows = (self._labelled_rows(batch) if wants_all else gradient_rows).index
-        entropy = wants_all or any(loss.needs_entropy for loss in self.losses.values())
+        entropy = wants_all or any("entropy" in loss.needs for loss in self.losses.values())
         chunk_ends = self._single_pass_chunks(hidden_states, batch, gradient_rows)
         if chunk_ends is not None and self._needs_gradient(hidden_states):
             loss, statistics = self._single_pass(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchCounts, Document, LanguageModelHead, TokenBatch
+from fastrl.layers.losses import add_metrics
 from tests.layers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
 
 LOSSES: dict[str, dict[str, object]] = {
@@ -118,17 +119,16 @@ def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str
         ]
         counts = BatchCounts.of(batches)
         head.zero_grad()
-        metrics: dict[str, Tensor] = {}
+        metrics: list[dict[str, Tensor]] = []
         total = torch.zeros((), dtype=torch.float64)
         for part in batches:
             (batch,) = part.to_kwargs(counts=counts)
             output = head(make_hidden(batch), batch)
             output.loss.backward()
             total += output.loss.detach()
-            for name, value in output.metrics.items():
-                metrics[name] = metrics.get(name, torch.zeros(())) + value
+            metrics.append(output.metrics)
         grads = [p.grad.clone() for p in head.parameters() if p.grad is not None]
-        return [total, *grads], metrics
+        return [total, *grads], add_metrics(metrics)
 
     everything, metrics = run([list(range(9))])
     for parts in (

@@ -7,41 +7,72 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from fastrl.config.losses import (
-    AnyLossConfig,
-    CrossEntropyLossConfig,
-    GRPOLossConfig,
-    GSPOLossConfig,
-)
+from fastrl.config.losses import AnyLossConfig
 from fastrl.layers.losses.base import LanguageModelLoss
-from fastrl.layers.losses.cross_entropy import CrossEntropyLoss
-from fastrl.layers.losses.metrics import add_metrics, reduce_metrics
-from fastrl.layers.losses.policy_gradient import (
-    GRPOLoss,
-    GSPOLoss,
-    LanguageModelPolicyGradientLoss,
-)
+from fastrl.layers.losses.cispo import CISPOLoss
+from fastrl.layers.losses.clipped import GRPOLoss, GSPOLoss, GSPOTokenLoss, LUSPOLoss
+from fastrl.layers.losses.cross_entropy import CrossEntropyLoss, ZLoss
+from fastrl.layers.losses.distillation import DistillationLoss
+from fastrl.layers.losses.dpo import DPOLoss
+from fastrl.layers.losses.dppo import DPPOLoss
+from fastrl.layers.losses.gmpo import GMPOLoss
+from fastrl.layers.losses.metrics import add_metrics, finish_metrics, reduce_metrics
+from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
+from fastrl.layers.losses.reinforce import ReinforceLoss
+from fastrl.layers.losses.sapo import SAPOLoss
+from fastrl.layers.losses.vespo import VESPOLoss
 
 __all__ = [
+    "CISPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
+    "DPPOLoss",
+    "DistillationLoss",
+    "GMPOLoss",
     "GRPOLoss",
     "GSPOLoss",
+    "GSPOTokenLoss",
+    "LUSPOLoss",
     "LanguageModelLoss",
     "LanguageModelPolicyGradientLoss",
+    "ReinforceLoss",
+    "SAPOLoss",
+    "VESPOLoss",
+    "ZLoss",
     "add_metrics",
     "build_loss",
+    "finish_metrics",
     "reduce_metrics",
 ]
 
+_LOSSES: dict[str, type[LanguageModelLoss[Any]]] = {
+    "cispo": CISPOLoss,
+    "cross_entropy": CrossEntropyLoss,
+    "distillation": DistillationLoss,
+    "dpo": DPOLoss,
+    "dppo": DPPOLoss,
+    "gmpo": GMPOLoss,
+    "grpo": GRPOLoss,
+    "gspo": GSPOLoss,
+    "gspo_token": GSPOTokenLoss,
+    "luspo": LUSPOLoss,
+    "reinforce": ReinforceLoss,
+    "sapo": SAPOLoss,
+    "vespo": VESPOLoss,
+    "z_loss": ZLoss,
+}
+
 
 def build_loss(
-    config: AnyLossConfig, token_groups: Sequence[ProcessGroup | None] = ()
+    config: AnyLossConfig,
+    token_groups: Sequence[ProcessGroup | None] = (),
+    data_group: ProcessGroup | None = None,
 ) -> LanguageModelLoss[Any]:
-    """The loss that `config` names; `token_groups` may share a document's tokens."""
-    match config:
-        case CrossEntropyLossConfig():
-            return CrossEntropyLoss(config, token_groups)
-        case GRPOLossConfig():
-            return GRPOLoss(config, token_groups)
-        case GSPOLossConfig():
-            return GSPOLoss(config, token_groups)
+    """The loss that `config` names.
+
+    Args:
+        config: of the loss.
+        token_groups: groups between whose ranks the tokens of a document may be split.
+        data_group: between whose ranks different documents are spread.
+    """
+    return _LOSSES[config.type](config, token_groups, data_group)

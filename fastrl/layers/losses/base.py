@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastrl.config.losses import LossConfig
+from fastrl.config.loss_options import LossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
 
 ConfigT = TypeVar("ConfigT", bound=LossConfig)
+
+Level = Literal["token", "document", "group", "batch"]
 
 
 class LanguageModelLoss(ABC, Generic[ConfigT]):
@@ -26,17 +28,28 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
     Args:
         config: of this loss.
         token_groups: groups between whose ranks the tokens of a document may be split.
+        data_group: between whose ranks different documents are spread.
     """
 
-    level: str = "token"
-    """`token`: a token's loss needs that token alone. `document`: it needs its whole document."""
-
-    needs_entropy: bool = False
-    """Whether the loss itself is a function of the entropy."""
-
-    def __init__(self, config: ConfigT, token_groups: Sequence[ProcessGroup | None] = ()) -> None:
+    def __init__(
+        self,
+        config: ConfigT,
+        token_groups: Sequence[ProcessGroup | None] = (),
+        data_group: ProcessGroup | None = None,
+    ) -> None:
         self.config = config
         self.token_groups = token_groups
+        self.data_group = data_group
+
+    @property
+    def level(self) -> Level:
+        """What a token's loss needs: that token alone, or its whole document, group or batch."""
+        return "token"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional fields of `TokenStatistics` that the loss itself is a function of."""
+        return frozenset()
 
     @abstractmethod
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
@@ -58,6 +71,9 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
         config = self.config
         if config.normalisation == "tokens":
             return values.sum() / at_least_one(batch.num_labels_in_batch)
+        if config.normalisation == "groups":
+            counts = required(batch.group_label_counts, "group_label_counts", self)
+            return (values / counts.clamp(min=1)).sum() / at_least_one(batch.num_groups_in_batch)
         documents = at_least_one(batch.num_documents_in_batch)
         if config.normalisation == "documents":
             return (values / batch.label_counts.clamp(min=1)).sum() / documents
@@ -73,3 +89,32 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
     """`values` where `mask`, and exactly 0 (also in the gradient) elsewhere, NaN or not."""
     return torch.where(mask, values, torch.zeros_like(values))
+
+
+_SOURCES = {
+    "old_logprobs": "`logprobs`",
+    "ref_logprobs": "`ref_logprobs`",
+    "rollout_logprobs": "`rollout_logprobs`",
+    "advantages": "`advantage`",
+    "model_version": "`model_version`",
+    "group_index": "`group_id`",
+    "group_label_counts": "`group_id`",
+}
+
+ValueT = TypeVar("ValueT")
+
+
+def required(
+    value: ValueT | None, name: str, loss: LanguageModelLoss[ConfigT], reason: str = ""
+) -> ValueT:
+    """A value that the batch must carry for `loss`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if value is None:
+        source = _SOURCES.get(name)
+        remedy = f" give each Document {source}." if source else f" set `{name}` of the batch."
+        name = f"`{name}` must be in the batch for the {type(loss).__name__}{reason}"
+        raise ValueError(f"{name}, got None;{remedy}")
+    return value

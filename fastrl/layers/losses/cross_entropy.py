@@ -1,11 +1,11 @@
-"""Cross-entropy of the labels."""
+"""Cross-entropy of the labels, and the z-loss."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastrl.config.losses import CrossEntropyLossConfig
+from fastrl.config.losses import CrossEntropyLossConfig, ZLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, masked
@@ -13,16 +13,61 @@ from fastrl.layers.losses.metrics import token_mean
 
 
 class CrossEntropyLoss(LanguageModelLoss[CrossEntropyLossConfig]):
-    """-logprob of each label, normalised."""
+    """-logprob of each label, normalised.
+
+    With `label_smoothing` a, the target is (1 - a) onehot + a / V:
+        (1 - a) (-logp) + a (lse - mean_v z_v)
+
+        d loss / d logp = -(1 - a),  d / d lse = a,  d / d mean z = -a
+
+    References:
+        Szegedy et al., arXiv:1512.00567, section 7.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The mean logit, for label smoothing."""
+        return frozenset({"mean_logit"}) if self.config.label_smoothing else frozenset()
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The cross-entropy in nats, normalised as the config says."""
-        return self.normalise(masked(-statistics.logprobs, batch.labels != -100), batch)
+        values = -statistics.logprobs
+        smoothing = self.config.label_smoothing
+        if smoothing:
+            assert statistics.mean_logit is not None
+            uniform = statistics.logsumexp - statistics.mean_logit
+            values = (1 - smoothing) * values + smoothing * uniform
+        return self.normalise(masked(values, batch.labels != -100), batch)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        """`loss`, and `entropy` where it was computed."""
-        metrics = {"loss": self(statistics, batch)}
+        """`loss`; `logprob`; `entropy` where it was computed."""
+        metrics = {
+            "loss": self(statistics, batch),
+            "logprob": token_mean(statistics.logprobs, batch),
+        }
         if statistics.entropy is not None:
             metrics["entropy"] = token_mean(statistics.entropy, batch)
         return metrics
+
+
+class ZLoss(LanguageModelLoss[ZLossConfig]):
+    """(log sum exp z)^2 of each label's logits, normalised.
+
+        d loss / d lse = 2 lse
+
+    References:
+        ST-MoE, arXiv:2202.08906, equation 5; PaLM, arXiv:2204.02311, section 5.
+    """
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        """The squared log-sum-exp."""
+        return self.normalise(masked(statistics.logsumexp.square(), batch.labels != -100), batch)
+
+    @torch.no_grad()
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        """`loss`, and `logsumexp`."""
+        return {
+            "loss": self(statistics, batch),
+            "logsumexp": token_mean(statistics.logsumexp, batch),
+        }

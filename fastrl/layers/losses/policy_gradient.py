@@ -1,133 +1,308 @@
-"""The policy-gradient losses: ratios of the new to the old policy, and their surrogates."""
+"""The base of the policy-gradient losses: ratios, advantages, weights, KL and entropy terms."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fastrl.config.losses import GRPOLossConfig, GSPOLossConfig, PolicyGradientLossConfig
+from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
-from fastrl.functional.documents import document_sums
+from fastrl.functional.order_statistics import top_fraction
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, masked
-from fastrl.layers.losses.metrics import token_mean
-
-# exp is taken of log-ratios within this bound (nats): e^20 = 4.9e8. Beyond it the ratio is
-# constant, so neither value nor gradient can leave the range of fp32.
-LOG_RATIO_BOUND = 20.0
+from fastrl.layers.losses.base import LanguageModelLoss, Level, at_least_one, masked, required
+from fastrl.layers.losses.entropy import EntropyBonus
+from fastrl.layers.losses.kl import kl_term
+from fastrl.layers.losses.policy_metrics import policy_metrics
+from fastrl.layers.losses.ratios import bounded_exp, own_ratio, per_document, per_document_mean
+from fastrl.layers.losses.weights import fresh, off_policy_kept, rollout_weights
 
 PolicyGradientConfigT = TypeVar("PolicyGradientConfigT", bound=PolicyGradientLossConfig)
 
+RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
 
-class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
-    """Masked log-ratios, document statistics and metrics; a subclass is its surrogate.
 
-    level `token`: r_t = exp(logp_t - old_t).
-    level `document`: s_d = exp((1 / n_d) sum_t (logp_t - old_t)) and the mean advantage of
-    document d, for each of its tokens; n_d is its number of labels, on all ranks.
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What surrogates, penalties and metrics are made of; all [T], neutral at slots without label.
+
+    Attributes:
+        mask: slots with a label.
+        logprobs: of the labels, 0 without.
+        log_ratios: logprob - old_logprob of each token; 0 for a loss without ratio.
+        ratio: at the loss's level, 1 for a loss without ratio.
+        advantages: of the token; the document's mean where it has one ratio.
+        weights: detached product of all weights and masks; None is 1.
+        kl: the penalty of each token, coefficient included; None without.
+        kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
     """
 
+    mask: Tensor
+    logprobs: Tensor
+    log_ratios: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    weights: Tensor | None
+    kl: Tensor | None
+    kept_entropy: Tensor | None
+
+
+class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
+    """Everything around a surrogate, composed of the config's options; a subclass is its surrogate.
+
+        loss = normalise(weights * surrogate(ratio, A) + kl) - bonus * mean(entropy)
+
+    The ratio is, by `ratio_level`, with l_t = logp_t - old_t and n_d labels in document d:
+        token             r_t = exp(l_t)
+        document          s_d = exp((1 / n_d) sum_t l_t), and the document's mean advantage
+        document_token    the value of s_d with the gradient of r_t / detach(r_t)
+        document_product  W_d = exp(sum_t l_t)
+        none              1; `old_logprobs` are not needed
+    Sums over a document are over the tokens of all ranks. Exponents saturate at `LOG_RATIO_BOUND`.
+    """
+
+    def __init__(
+        self,
+        config: PolicyGradientConfigT,
+        token_groups: Sequence[ProcessGroup | None] = (),
+        data_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(config, token_groups, data_group)
+        self.entropy_bonus = EntropyBonus(config.entropy)
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """Which ratio the surrogate is given."""
+        return "token"
+
     @abstractmethod
-    def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:  # [T], [T] -> [T]
-        """The loss of each token (or of its document) from ratio and advantage."""
+    def surrogate(self, terms: PolicyTerms) -> Tensor:  # [T]
+        """The loss of each token (or of its document) from ratio, advantage and logprob."""
 
-    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The normalised sum of the surrogate over the labelled tokens."""
-        ratio, advantages = self.ratios(statistics, batch)
-        return self.normalise(
-            masked(self.surrogate(ratio, advantages), batch.labels != -100), batch
+    def document_log_ratios(self, log_ratios: Tensor, advantages: Tensor) -> Tensor:  # [T]
+        """The token log-ratios whose sum over the document makes its ratio."""
+        return log_ratios
+
+    def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor] | None:  # [T], [T]
+        """Whether a token's gradient is cut off below, above its bound; None without a clip."""
+        return None
+
+    @property
+    def level(self) -> Level:
+        """What the options need beyond the token itself."""
+        config = self.config
+        if config.entropy is not None and config.entropy.top_fraction is not None:
+            return "batch"
+        rollout, kl = config.rollout_correction, config.kl
+        by_document = (
+            self.ratio_level not in ("none", "token")
+            or (rollout is not None and rollout.level == "document")
+            or (kl is not None and kl.ratio_level != "token")
+            or config.off_policy_mask is not None
         )
+        return "document" if by_document else "token"
 
-    def ratios(
-        self, statistics: TokenStatistics, batch: BatchKwargs
-    ) -> tuple[Tensor, Tensor]:  # [T], [T]
-        """Ratio and advantage of each token, at this loss's level; 1 and 0 without label."""
-        log_ratios, advantages = self._token_log_ratios(statistics, batch)
-        if self.level == "document":
-            log_ratios, advantages = self._document_means(log_ratios, advantages, batch)
-        return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), advantages
-
-    def _token_log_ratios(
-        self, statistics: TokenStatistics, batch: BatchKwargs
-    ) -> tuple[Tensor, Tensor]:
-        old_logprobs, advantages = batch.old_logprobs, batch.advantages
-        if old_logprobs is None or advantages is None:
-            missing = "old_logprobs" if old_logprobs is None else "advantages"
-            raise ValueError(
-                f"`{missing}` must be in the batch for the {type(self).__name__}, got None;"
-                " give each Document `logprobs` and `advantage`."
-            )
-        mask = batch.labels != -100
-        # Replaced before any exponential: a mask after it would multiply infinities by 0.
-        return masked(statistics.logprobs - old_logprobs, mask), masked(advantages, mask)
-
-    def _document_means(
-        self, log_ratios: Tensor, advantages: Tensor, batch: BatchKwargs
-    ) -> tuple[Tensor, Tensor]:
-        sums = document_sums(
-            torch.stack([log_ratios, advantages], dim=1),
-            batch.document_index,
-            batch.num_documents,
-            self.token_groups,
-        )
-        means = sums[batch.document_index] / batch.label_counts.clamp(min=1)[:, None]
-        return means[:, 0].to(log_ratios.dtype), means[:, 1].to(advantages.dtype)
+    @property
+    def needs(self) -> frozenset[str]:
+        """The entropy, for a bonus or a mask."""
+        return frozenset() if self.config.entropy is None else frozenset({"entropy"})
 
     def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
-        """Rows whose advantage, or whose document's, is not 0."""
+        """Rows whose advantage, or whose document's, is not 0; with a penalty all with a label."""
+        if self.config.kl is not None or self.entropy_bonus.can_act or self.level == "batch":
+            return batch.labelled_rows
         return batch.active_document_rows if self.level == "document" else batch.active_rows
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        """The normalised sum of the surrogate and its penalties over the labelled tokens."""
+        return self.value(self.prepare(statistics, batch), batch)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        """Means over the labels of the batch.
+        """See `policy_metrics`."""
+        terms = self.prepare(statistics, batch)
+        return policy_metrics(self, terms, statistics, batch, self.value(terms, batch))
 
-        `loss`; `ratio`; `clip_fraction_low` and `_high`: ratio below (above) its bound where that
-        matters, A < 0 (A > 0); `clip_fraction`, both; `kl_old_new`, the k3 estimate of
-        KL(old, new) from token ratios; `advantage`; `logprob`; `entropy` where it was computed.
+    def value(self, terms: PolicyTerms, batch: BatchKwargs) -> Tensor:
+        """The loss of prepared terms, a scalar."""
+        values = self.surrogate(terms)
+        mask = terms.mask
+        if terms.weights is not None:
+            mask = mask & (terms.weights != 0)
+            values = values * terms.weights
+        # Chosen, not multiplied by 0: a dropped token may have any value.
+        values = masked(values, mask)
+        if terms.kl is not None:
+            values = values + terms.kl
+        loss = self.normalise(values, batch)
+        if terms.kept_entropy is not None:
+            mean = terms.kept_entropy.sum() / at_least_one(batch.num_labels_in_batch)
+            loss = loss - self.entropy_bonus.value * mean
+        return loss
+
+    def prepare(self, statistics: TokenStatistics, batch: BatchKwargs) -> PolicyTerms:
+        """The terms of the tokens: at most one all-reduce of document sums.
+
+        Raises:
+            ValueError: the batch lacks a column that the config needs.
         """
-        ratio, advantages = self.ratios(statistics, batch)
-        low = (ratio < 1 - self.config.epsilon_low) & (advantages < 0)
-        high = (ratio > 1 + self.config.epsilon_high) & (advantages > 0)
-        log_ratios, _ = self._token_log_ratios(statistics, batch)
-        log_ratios = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        vectors = {
-            "ratio": ratio,
-            "clip_fraction_low": low.to(ratio.dtype),
-            "clip_fraction_high": high.to(ratio.dtype),
-            "clip_fraction": (low | high).to(ratio.dtype),
-            "kl_old_new": log_ratios.exp() - 1 - log_ratios,
-            "advantage": advantages,
-            "logprob": statistics.logprobs,
-        }
-        if statistics.entropy is not None:
-            vectors["entropy"] = statistics.entropy
-        means = {name: token_mean(vector, batch) for name, vector in vectors.items()}
-        return {"loss": self(statistics, batch), **means}
+        mask = batch.labels != -100
+        # Replaced before any exponential: a mask after it would multiply infinities by 0.
+        logprobs = masked(statistics.logprobs, mask)
+        advantages = masked(required(batch.advantages, "advantages", self), mask)
+        log_ratios = torch.zeros_like(logprobs)
+        if self.ratio_level != "none":
+            old = required(batch.old_logprobs, "old_logprobs", self)
+            log_ratios = masked(statistics.logprobs - old, mask)
+        rollout = self._rollout_log_weights(logprobs, batch, mask)
+        sums = per_document(
+            self._document_columns(logprobs, log_ratios, advantages, rollout, batch, mask),
+            batch,
+            self.token_groups,
+        )
+        if self.ratio_level == "document":
+            advantages = per_document_mean(sums["advantages"], batch)
+        ratio = self._ratio(self.ratio_level, logprobs, log_ratios, sums.get("log_ratios"), batch)
+        weights, kept = self._weights(advantages, rollout, sums, statistics, batch, mask)
+        kept_entropy = None
+        if self.entropy_bonus.can_act:
+            assert statistics.entropy is not None
+            kept_entropy = masked(statistics.entropy, mask if kept is None else kept)
+        return PolicyTerms(
+            mask,
+            logprobs,
+            log_ratios,
+            ratio,
+            advantages,
+            weights,
+            self._kl(logprobs, log_ratios, sums, statistics, batch, mask),
+            kept_entropy,
+        )
 
+    def _rollout_log_weights(
+        self, logprobs: Tensor, batch: BatchKwargs, mask: Tensor
+    ) -> Tensor | None:
+        """policy - sampler of each token, detached; None without a correction."""
+        config = self.config.rollout_correction
+        if config is None:
+            return None
+        reason = " with `rollout_correction`"
+        sampler = required(batch.rollout_logprobs, "rollout_logprobs", self, reason)
+        policy = logprobs.detach()
+        if config.policy == "old":
+            policy = required(batch.old_logprobs, "old_logprobs", self, reason)
+        return masked(policy - sampler, mask)
 
-class GRPOLoss(LanguageModelPolicyGradientLoss[GRPOLossConfig | GSPOLossConfig]):
-    """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) of token ratios.
+    def _document_columns(
+        self,
+        logprobs: Tensor,
+        log_ratios: Tensor,
+        advantages: Tensor,
+        rollout: Tensor | None,
+        batch: BatchKwargs,
+        mask: Tensor,
+    ) -> dict[str, Tensor]:
+        """The per-token values whose sums over documents are needed."""
+        config = self.config
+        columns: dict[str, Tensor] = {}
+        if self.ratio_level not in ("none", "token"):
+            columns["log_ratios"] = self.document_log_ratios(log_ratios, advantages)
+        if self.ratio_level == "document":
+            columns["advantages"] = advantages
+        if config.kl is not None and config.kl.ratio_level != "token":
+            columns["kl_log_ratios"] = log_ratios
+        if config.rollout_correction is not None and config.rollout_correction.level == "document":
+            assert rollout is not None
+            columns["rollout"] = rollout
+        if config.off_policy_mask is not None:
+            name = f"{config.off_policy_mask.behaviour}_logprobs"
+            behaviour = required(getattr(batch, name), name, self, " with `off_policy_mask`")
+            columns["off_policy"] = masked(behaviour - logprobs.detach(), mask)
+        return columns
 
-    References:
-        DeepSeekMath, arXiv:2402.03300, equation 3. Its KL term is a loss of its own here, and its
-        mean over documents of token means is `normalisation: documents`; the default is the
-        token mean of DAPO, arXiv:2503.14476, equation 8.
-    """
+    def _ratio(
+        self,
+        level: RatioLevel,
+        logprobs: Tensor,
+        log_ratios: Tensor,
+        sums: Tensor | None,
+        batch: BatchKwargs,
+    ) -> Tensor:
+        """The ratio of each token at a level, from its document's summed log-ratios."""
+        if level == "none":
+            return torch.ones_like(logprobs)
+        if level == "token":
+            return bounded_exp(log_ratios)
+        assert sums is not None
+        if level == "document_product":
+            return bounded_exp(sums)
+        means = per_document_mean(sums, batch)
+        if level == "document":
+            return bounded_exp(means)
+        return bounded_exp(means.detach() + own_ratio(logprobs))
 
-    def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """The pessimistic one of the plain and the clipped product."""
-        clipped = ratio.clamp(1 - self.config.epsilon_low, 1 + self.config.epsilon_high)
-        return -torch.minimum(ratio * advantages, clipped * advantages)
+    def _weights(
+        self,
+        advantages: Tensor,
+        rollout: Tensor | None,
+        sums: dict[str, Tensor],
+        statistics: TokenStatistics,
+        batch: BatchKwargs,
+        mask: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The product of all weights, and the mask of the top entropies; None without."""
+        config = self.config
+        factors: list[Tensor] = []
+        if config.rollout_correction is not None:
+            assert rollout is not None
+            if config.rollout_correction.level == "document":
+                rollout = sums["rollout"]
+            if config.rollout_correction.mean == "geometric":
+                rollout = per_document_mean(rollout, batch)
+            factors.append(rollout_weights(rollout, config.rollout_correction))
+        if config.off_policy_mask is not None:
+            means = per_document_mean(sums["off_policy"], batch)
+            kept = off_policy_kept(means, advantages, config.off_policy_mask.threshold)
+            factors.append(kept.to(advantages.dtype))
+        if config.max_staleness is not None:
+            required(batch.current_version, "current_version", self, " with `max_staleness`")
+            version = required(batch.model_version, "model_version", self, " with `max_staleness`")
+            factors.append(fresh(version, batch, config.max_staleness).to(advantages.dtype))
+        top = None
+        if config.entropy is not None and config.entropy.top_fraction is not None:
+            assert statistics.entropy is not None
+            groups = (*self.token_groups, self.data_group)
+            entropy = statistics.entropy.detach()
+            top = top_fraction(entropy, mask, config.entropy.top_fraction, groups)
+            factors.append(top.to(advantages.dtype))
+        if not factors:
+            return None, top
+        weights = factors[0]
+        for factor in factors[1:]:
+            weights = weights * factor
+        return weights, top
 
-
-class GSPOLoss(GRPOLoss):
-    """The surrogate of GRPO on the document's ratio s_d, the geometric mean of token ratios.
-
-    References:
-        Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7.
-    """
-
-    level = "document"
+    def _kl(
+        self,
+        logprobs: Tensor,
+        log_ratios: Tensor,
+        sums: dict[str, Tensor],
+        statistics: TokenStatistics,
+        batch: BatchKwargs,
+        mask: Tensor,
+    ) -> Tensor | None:
+        config = self.config.kl
+        if config is None:
+            return None
+        reference = required(batch.ref_logprobs, "ref_logprobs", self, " with `kl`")
+        differences = masked(statistics.logprobs - reference, mask)
+        ratio = None
+        if config.gradient == "ratio":
+            summed = sums.get("kl_log_ratios")
+            ratio = self._ratio(config.ratio_level, logprobs, log_ratios, summed, batch)
+        return kl_term(differences, ratio, config)

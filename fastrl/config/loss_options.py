@@ -1,0 +1,197 @@
+"""What the losses share: normalisation, KL, rollout correction, masks, entropy."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fastrl.config.base import Config
+
+Normalisation = Literal["tokens", "documents", "groups", "constant"]
+
+RatioLevel = Literal["token", "document", "document_token"]
+
+
+class LossConfig(Config):
+    """What every loss shares."""
+
+    weight: float = 1.0
+    """Factor on this loss in the sum over the head's losses."""
+
+    logits_scale: float = Field(default=1.0, gt=0)
+    """This loss sees the logits times this factor, as if its temperature were so many times lower.
+    Losses of equal scale share one pass over the logits."""
+
+    normalisation: Normalisation = "tokens"
+    """`tokens`: sum / labels in the batch. `documents`: each document's token mean / documents in
+    the batch. `groups`: each prompt group's token mean / groups in the batch. `constant`: sum /
+    (documents in the batch * `length`), as in Dr. GRPO."""
+
+    length: int | None = Field(default=None, gt=0)
+    """Tokens a document counts as under `normalisation: constant`, for example the completion
+    limit; only there."""
+
+    @model_validator(mode="after")
+    def _length_belongs_to_constant(self) -> "LossConfig":
+        if (self.length is not None) != (self.normalisation == "constant"):
+            raise ValueError(
+                "`length` must be given with `normalisation: constant` and only there, got"
+                f" `length: {self.length}` with `normalisation: {self.normalisation}`"
+            )
+        return self
+
+
+class KLConfig(Config):
+    """A penalty on the KL divergence from the frozen reference policy.
+
+    With d = logprob - ref_logprob of a sampled token, the estimators of the token's KL are
+    k1 = d, k2 = d^2 / 2 and k3 = exp(-d) - 1 + d. Plain back-propagation through k1 or k3 leaves
+    out that the tokens were drawn from the policy: k1 gives 0 on average, k3 the gradient of
+    KL(reference, policy).
+    """
+
+    coefficient: float = Field(gt=0)
+    """Factor on the term (beta)."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which estimator gives the value."""
+
+    gradient: Literal["ratio", "straight_through", "estimator"] = "ratio"
+    """`ratio`: the estimator times the ratio new / old, through which the gradient flows as well:
+    the gradient of KL(policy, reference), also off-policy. `straight_through`: the value of the
+    estimator with the gradient of k2, which is the KL's for tokens of the current policy.
+    `estimator`: plain back-propagation, as in the first GRPO (k3: the gradient of the reverse
+    KL)."""
+
+    ratio_level: Literal["token", "document", "document_product"] = "token"
+    """With `gradient: ratio`, the ratio: of each token; `document`, the geometric mean over the
+    document (biased, the choice of TRL for document-level losses); `document_product`, the ratio of
+    the whole document (unbiased for the sum over the document, of high variance)."""
+
+    @model_validator(mode="after")
+    def _gradients_that_make_sense(self) -> "KLConfig":
+        if self.estimator == "k1" and self.gradient == "estimator":
+            raise ValueError(
+                "`estimator: k1` must not go with `gradient: estimator`, whose mean is 0 whatever"
+                " the policy; use `gradient: ratio` or `straight_through`"
+            )
+        if self.estimator == "k2" and self.gradient == "straight_through":
+            raise ValueError(
+                "`gradient: straight_through` is the gradient of k2 and has no effect with"
+                " `estimator: k2`; use `gradient: estimator`"
+            )
+        if self.estimator == "k2" and self.gradient == "ratio":
+            raise ValueError(
+                "`estimator: k2` must not go with `gradient: ratio`: the mean of k2 is not the KL,"
+                " so its ratio-weighted gradient is not the KL's; use `gradient: estimator`, or k3"
+            )
+        if self.ratio_level != "token" and self.gradient != "ratio":
+            raise ValueError(
+                f"`ratio_level: {self.ratio_level}` has no effect with `gradient: {self.gradient}`;"
+                " it belongs to `gradient: ratio`"
+            )
+        return self
+
+
+class RolloutCorrectionConfig(Config):
+    """Importance weights for tokens that a sampler with other numerics or weights drew.
+
+    w = policy / sampler from `rollout_logprobs`, always detached. The loss is still divided by the
+    original counts, also where weights are 0.
+    """
+
+    level: Literal["token", "document"] = "token"
+    """`token`: each token its own weight. `document`: one weight for the whole document."""
+
+    mean: Literal["product", "geometric"] | None = None
+    """Only with `level: document`, and needed there: the product of the token ratios (unbiased), or
+    their geometric mean."""
+
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Weights outside of the bounds are set to the bound (`truncate`), or to 0 (`mask`)."""
+
+    low: float | None = Field(default=None, gt=0)
+    """Lower bound of the weights; none by default."""
+
+    high: float | None = Field(default=2.0, gt=0)
+    """Upper bound of the weights; none with null."""
+
+    policy: Literal["old", "current"] = "old"
+    """The numerator: `old_logprobs`, or the policy being trained (for a loss that has no ratio of
+    its own)."""
+
+    @model_validator(mode="after")
+    def _bounds_and_mean(self) -> "RolloutCorrectionConfig":
+        if (self.mean is not None) != (self.level == "document"):
+            raise ValueError(
+                "`mean` must be given with `level: document` and only there, got"
+                f" `mean: {self.mean}` with `level: {self.level}`"
+            )
+        if self.mode == "mask" and self.low is None and self.high is None:
+            raise ValueError("`mode: mask` must have `low` or `high`, or it has no effect")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"`low` must be below `high`, {self.high}, got {self.low}")
+        return self
+
+
+class OffPolicyMaskConfig(Config):
+    """Drops tokens of negative advantage in documents that the policy has drifted away from.
+
+    A token is dropped when its advantage is below 0 and the mean over its document of
+    behaviour_logprob - logprob exceeds the threshold. The denominator stays the original count.
+    """
+
+    threshold: float = Field(gt=0)
+    """Largest mean log-ratio (nats a token) that is kept."""
+
+    behaviour: Literal["old", "rollout"] = "old"
+    """Whose log-probabilities: `old_logprobs`, or the sampler's `rollout_logprobs`."""
+
+
+class AdaptiveEntropyConfig(Config):
+    """Moves the entropy bonus so that the entropy stays near a target.
+
+    After each optimizer step the bonus rises by `step` when the step's mean entropy was at most
+    `target`, and falls by `step` otherwise, within [`low`, `high`]. It is applied in the next step
+    only if the last entropy was at most the target.
+    """
+
+    target: float = Field(gt=0)
+    """Mean entropy (nats a token) to stay at."""
+
+    step: float = Field(default=0.005, gt=0)
+    """Change of the bonus per optimizer step."""
+
+    low: float = Field(default=0.0, ge=0)
+    """Smallest bonus."""
+
+    high: float = Field(default=1.0, gt=0)
+    """Largest bonus."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "AdaptiveEntropyConfig":
+        if self.low >= self.high:
+            raise ValueError(f"`low` must be below `high`, {self.high}, got {self.low}")
+        return self
+
+
+class EntropyConfig(Config):
+    """What the entropy of the policy does in the loss."""
+
+    bonus: float = Field(default=0.0, ge=0)
+    """Factor on the mean entropy of the batch's labels, which is subtracted from the loss; the
+    first value under `adaptive`."""
+
+    adaptive: AdaptiveEntropyConfig | None = None
+    """Moves the bonus towards a target entropy."""
+
+    top_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Only so many of the tokens, those of highest entropy among all ranks' tokens of the
+    micro-batch, enter the policy loss and the bonus. The denominator stays the original count."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> "EntropyConfig":
+        if not self.bonus and self.adaptive is None and self.top_fraction is None:
+            raise ValueError(
+                "`entropy` must have `bonus`, `adaptive` or `top_fraction`, or it has no effect"
+            )
+        return self

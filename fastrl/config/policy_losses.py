@@ -1,0 +1,243 @@
+"""Configs of the policy-gradient losses."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from fastrl.config.loss_options import (
+    EntropyConfig,
+    KLConfig,
+    LossConfig,
+    Normalisation,
+    OffPolicyMaskConfig,
+    RatioLevel,
+    RolloutCorrectionConfig,
+)
+
+
+class PolicyGradientLossConfig(LossConfig):
+    """What every policy-gradient loss shares."""
+
+    kl: KLConfig | None = None
+    """A penalty on the KL divergence from the reference policy."""
+
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """Importance weights for the mismatch between sampler and trained policy."""
+
+    off_policy_mask: OffPolicyMaskConfig | None = None
+    """Drops negative tokens of documents far from the policy."""
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Drops documents sampled by weights more than so many versions old. The denominator stays the
+    original count."""
+
+    entropy: EntropyConfig | None = None
+    """Entropy bonus and entropy mask."""
+
+
+class ClippedLossConfig(PolicyGradientLossConfig):
+    """A ratio that is clipped around 1."""
+
+    epsilon_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped from below at 1 - `epsilon_low`."""
+
+    epsilon_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped from above at 1 + `epsilon_high`; larger than `epsilon_low` is DAPO's
+    clip-higher."""
+
+    delta: float | None = Field(default=None, gt=1)
+    """Largest ratio that counts where the advantage is below 0 (two-sided or dual clip); none by
+    default."""
+
+
+class GRPOLossConfig(ClippedLossConfig):
+    """Clipped surrogate of token ratios (GRPO, arXiv:2402.03300)."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
+        "dapo": {"epsilon_low": 0.2, "epsilon_high": 0.28, "normalisation": "tokens"},
+        "dr_grpo": {"epsilon_low": 0.2, "epsilon_high": 0.2, "normalisation": "constant"},
+        "bnpo": {"epsilon_low": 0.2, "epsilon_high": 0.2, "normalisation": "tokens"},
+    }
+
+    type: Literal["grpo"] = "grpo"
+    """Names the loss."""
+
+    preset: Literal["dapo", "dr_grpo", "bnpo"] | None = None
+    """Gives the fields below their values of a paper; fields that are set go first. `dapo`:
+    arXiv:2503.14476. `dr_grpo`: arXiv:2503.20783, needs `length`. `bnpo`: the token mean of the
+    whole batch, as TRL names it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("preset"), str):
+            return cls.PRESETS.get(values["preset"], {}) | values
+        return values
+
+
+class DocumentRatioLossConfig(ClippedLossConfig):
+    """Defaults of the clipped losses whose ratio is that of a document."""
+
+    normalisation: Normalisation = "documents"
+    """As in the other losses; the paper weighs each document once."""
+
+    epsilon_low: float = Field(default=3e-4, ge=0, le=1)
+    """The ratio is clipped from below at 1 - `epsilon_low`; the paper's value."""
+
+    epsilon_high: float = Field(default=4e-4, ge=0)
+    """The ratio is clipped from above at 1 + `epsilon_high`; the paper's value."""
+
+
+class GSPOLossConfig(DocumentRatioLossConfig):
+    """Clipped surrogate of a document's length-normalised ratio (GSPO, arXiv:2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    """Names the loss."""
+
+
+class GSPOTokenLossConfig(DocumentRatioLossConfig):
+    """GSPO with per-token advantages and gradients (GSPO-token, arXiv:2507.18071)."""
+
+    type: Literal["gspo_token"] = "gspo_token"
+    """Names the loss."""
+
+
+class LUSPOLossConfig(DocumentRatioLossConfig):
+    """GSPO with each document's loss times its length (LUSPO, arXiv:2602.05261)."""
+
+    type: Literal["luspo"] = "luspo"
+    """Names the loss."""
+
+    normalisation: Literal["constant"] = "constant"
+    """The sum over tokens / documents in the batch: each document weighs its length."""
+
+    length: int = Field(default=1, gt=0)
+    """Divides the loss; 1 in the paper."""
+
+
+class CISPOLossConfig(PolicyGradientLossConfig):
+    """REINFORCE weighted by a clipped, detached ratio (CISPO, arXiv:2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    """Names the loss."""
+
+    ratio_level: Literal["token", "document"] = "token"
+    """`token`: each token its own ratio. `document`: the geometric mean over its document."""
+
+    epsilon_low: float | None = Field(default=None, ge=0, le=1)
+    """The ratio is clipped from below at 1 - `epsilon_low`; not at all by default, as in the
+    paper."""
+
+    epsilon_high: float = Field(default=4.0, ge=0)
+    """The ratio is clipped from above at 1 + `epsilon_high`; 4 is the cap of 5 of ScaleRL."""
+
+
+class SAPOLossConfig(PolicyGradientLossConfig):
+    """A sigmoid gate in the place of the clip (SAPO, arXiv:2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    """Names the loss."""
+
+    ratio_level: RatioLevel = "token"
+    """`token`: each token its own ratio. `document`: the geometric mean over its document.
+    `document_token`: its value with the gradient of the token's own ratio."""
+
+    normalisation: Normalisation = "documents"
+    """As in the other losses; the paper weighs each document once."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is above 0."""
+
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate elsewhere."""
+
+
+class GMPOLossConfig(PolicyGradientLossConfig):
+    """The geometric mean of clipped token ratios (GMPO, arXiv:2507.20673)."""
+
+    type: Literal["gmpo"] = "gmpo"
+    """Names the loss."""
+
+    normalisation: Normalisation = "documents"
+    """As in the other losses; the paper weighs each document once."""
+
+    epsilon_low: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped from below at -`epsilon_low`: the ratio at its exponential."""
+
+    epsilon_high: float = Field(default=0.4, ge=0)
+    """A token's log-ratio is clipped from above at `epsilon_high`: the ratio at its exponential."""
+
+
+class VESPOLossConfig(PolicyGradientLossConfig):
+    """REINFORCE weighted by a smooth function of the whole document's ratio (arXiv:2602.10693)."""
+
+    type: Literal["vespo"] = "vespo"
+    """Names the loss."""
+
+    power_positive: float = Field(default=2.0, gt=0)
+    """k in W^k exp(rate (1 - W)) where the advantage is at least 0."""
+
+    rate_positive: float = Field(default=3.0, gt=0)
+    """The rate where the advantage is at least 0."""
+
+    power_negative: float = Field(default=3.0, gt=0)
+    """k where the advantage is below 0."""
+
+    rate_negative: float = Field(default=2.0, gt=0)
+    """The rate where the advantage is below 0."""
+
+    @model_validator(mode="after")
+    def _owns_the_rollout_weight(self) -> "VESPOLossConfig":
+        if self.rollout_correction is not None:
+            raise ValueError(
+                "`rollout_correction` must not be given with `type: vespo`, whose weight is the"
+                " ratio to the behaviour policy already; give the sampler's log-probabilities as"
+                " the documents' `logprobs`"
+            )
+        return self
+
+
+class DPPOLossConfig(PolicyGradientLossConfig):
+    """Masks tokens by the change of their probability (DPPO, arXiv:2602.04879)."""
+
+    type: Literal["dppo"] = "dppo"
+    """Names the loss."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of the two-way split into the label and the rest: total variation |p - p_old|, or
+    KL(old, new)."""
+
+    epsilon_low: float = Field(default=0.2, gt=0)
+    """Where the advantage is not above 0, a token whose probability fell by more is masked."""
+
+    epsilon_high: float = Field(default=0.2, gt=0)
+    """Where the advantage is above 0, a token whose probability rose by more is masked."""
+
+    max_ratio: float | None = Field(default=20.0, gt=1)
+    """The detached ratio that weighs a token is truncated here; not at all with null."""
+
+
+class ReinforceLossConfig(PolicyGradientLossConfig):
+    """-advantage logprob: REINFORCE, and RLOO with leave-one-out advantages (arXiv:2402.14740)."""
+
+    type: Literal["reinforce"] = "reinforce"
+    """Names the loss."""
+
+    @model_validator(mode="after")
+    def _has_no_ratio(self) -> "ReinforceLossConfig":
+        if self.kl is not None and self.kl.gradient == "ratio":
+            raise ValueError(
+                "`kl.gradient: ratio` must not be given with `type: reinforce`, which has no ratio;"
+                " use `straight_through`, or `type: cispo`"
+            )
+        if self.rollout_correction is not None and self.rollout_correction.policy == "old":
+            raise ValueError(
+                "`rollout_correction.policy: old` must not be given with `type: reinforce`, which"
+                " does not use `old_logprobs`; use `policy: current`"
+            )
+        if self.off_policy_mask is not None and self.off_policy_mask.behaviour == "old":
+            raise ValueError(
+                "`off_policy_mask.behaviour: old` must not be given with `type: reinforce`, which"
+                " does not use `old_logprobs`; use `behaviour: rollout`"
+            )
+        return self

@@ -1,0 +1,51 @@
+"""Prompt groups of documents: their numbers in a batch, and their labels over a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+GroupId: TypeAlias = int | str
+
+
+def group_numbers(group_ids: Sequence[GroupId | None]) -> list[int]:
+    """A 0-based number for each document's group, in order; no id is a group of its own."""
+    numbers: dict[object, int] = {}
+    keys = [object() if group is None else group for group in group_ids]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def count_group_labels(
+    batches: Iterable[tuple[Sequence[GroupId | None], Sequence[int]]],
+) -> tuple[Mapping[GroupId, int], int]:
+    """Labels of each group by its id, and how many groups have any.
+
+    Args:
+        batches: of a step on one data rank: (group id, number of labels) of each document.
+    """
+    labels: Counter[GroupId] = Counter()
+    alone = 0
+    for group_ids, counts in batches:
+        for group, count in zip(group_ids, counts, strict=True):
+            if group is None:
+                alone += count > 0
+            else:
+                labels[group] += count
+    return labels, alone + sum(count > 0 for count in labels.values())
+
+
+def document_group_labels(
+    group_ids: Sequence[GroupId | None], counts: Sequence[int], labels: Mapping[GroupId, int]
+) -> list[int]:
+    """Labels of each document's whole group.
+
+    Args:
+        group_ids: of the documents.
+        counts: labels of the documents.
+        labels: of each group by its id, from `count_group_labels`.
+    """
+    return [
+        count if group is None else labels[group]
+        for group, count in zip(group_ids, counts, strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""The clipped surrogates: GRPO, GSPO, GSPO-token and LUSPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.config.policy_losses import ClippedLossConfig
+from fastrl.layers.losses.policy_gradient import (
+    LanguageModelPolicyGradientLoss,
+    PolicyTerms,
+    RatioLevel,
+)
+
+
+class GRPOLoss(LanguageModelPolicyGradientLoss[ClippedLossConfig]):
+    """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) of token ratios.
+
+    With `delta`, r is bounded by it where A < 0: the two-sided clip and the dual clip, which are
+    the same function, max(-min(...), -delta A). Where A > 0 the clip is the lower bound already.
+
+        d loss / d logp = -r A inside of the bounds, 0 where they hold the ratio
+
+    References:
+        DeepSeekMath, arXiv:2402.03300, equation 3. Its KL term is the option `kl`, and its mean
+        over documents of token means is `normalisation: documents`; the default is the token mean
+        of DAPO, arXiv:2503.14476, equation 8. Dual clip: Ye et al., arXiv:1912.09729, equation 5;
+        two-sided: INTELLECT-2, arXiv:2505.07291, section 3.4.
+    """
+
+    def surrogate(self, terms: PolicyTerms) -> Tensor:
+        """The pessimistic one of the plain and the clipped product."""
+        config, ratio, advantages = self.config, terms.ratio, terms.advantages
+        clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+        if config.delta is not None:
+            bounded = ratio.clamp(max=config.delta)
+            ratio = torch.where(advantages < 0, bounded, ratio)
+            clipped = torch.where(advantages < 0, clipped.clamp(max=config.delta), clipped)
+        return -torch.minimum(ratio * advantages, clipped * advantages)
+
+    def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+        """Below the bound with A < 0; above it with A > 0, above `delta` with A < 0."""
+        config, ratio, advantages = self.config, terms.ratio, terms.advantages
+        low = (ratio < 1 - config.epsilon_low) & (advantages < 0)
+        high = (ratio > 1 + config.epsilon_high) & (advantages > 0)
+        if config.delta is not None:
+            high = high | ((ratio > config.delta) & (advantages < 0))
+        return low, high
+
+
+class GSPOLoss(GRPOLoss):
+    """The surrogate of GRPO on the document's ratio s_d, the geometric mean of token ratios.
+
+        d loss / d logp_t = -(s_d A_d) / n_d for each token of the document, times its weight
+
+    References:
+        Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7.
+    """
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """The document."""
+        return "document"
+
+
+class GSPOTokenLoss(GRPOLoss):
+    """The surrogate of GRPO on s_{d,t} = detach(s_d) pi_t / detach(pi_t), with token advantages.
+
+        d loss / d logp_t = -s_d A_t
+
+    With equal advantages in a document it has the value and gradient of GSPO.
+
+    References:
+        Group Sequence Policy Optimization, arXiv:2507.18071, equations 13 and 14.
+    """
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """The value of the document's ratio with the gradient of the token's."""
+        return "document_token"
+
+
+class LUSPOLoss(GSPOLoss):
+    """GSPO with each document's loss times its number of labels n_d; the sum over all tokens.
+
+        d loss / d logp_t = -s_d A_d / num_documents
+
+    References:
+        Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261.
+    """

@@ -1,0 +1,39 @@
+"""Distillation: the divergence from a teacher's distribution over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.config.losses import DistillationLossConfig
+from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.statistics import TokenStatistics
+from fastrl.layers.losses.base import LanguageModelLoss, masked
+from fastrl.layers.losses.metrics import token_mean
+
+
+class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):
+    """The divergence of each labelled token, normalised; `linear_divergence` defines it.
+
+    References:
+        Generalised knowledge distillation, arXiv:2306.13649, equation 1 (Jensen-Shannon).
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The divergence, which the head computes from the teacher it is given."""
+        return frozenset({"divergence"})
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        """The divergence in nats, normalised as the config says."""
+        assert statistics.divergence is not None
+        return self.normalise(masked(statistics.divergence, batch.labels != -100), batch)
+
+    @torch.no_grad()
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        """`loss`, and `divergence` as the mean over tokens."""
+        assert statistics.divergence is not None
+        return {
+            "loss": self(statistics, batch),
+            "divergence": token_mean(statistics.divergence, batch),
+        }

@@ -1,0 +1,52 @@
+"""The entropy bonus and its controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastrl.config.loss_options import EntropyConfig
+
+
+class EntropyBonus:
+    """The factor of the entropy bonus: fixed, or moved after each step towards a target entropy.
+
+    With a target H*, after a step of mean entropy H: bonus <- clip(bonus + step) if H <= H*, else
+    clip(bonus - step); it acts in the next step only if H <= H*.
+
+    Args:
+        config: None stands for no bonus.
+
+    References:
+        Skywork-OR1, arXiv:2505.22312, section 4: adaptive entropy control.
+    """
+
+    def __init__(self, config: EntropyConfig | None) -> None:
+        self.adaptive = None if config is None else config.adaptive
+        self.factor = 0.0 if config is None else config.bonus
+        self.is_acting = True
+
+    @property
+    def value(self) -> float:
+        """The factor that acts in this step."""
+        return self.factor if self.is_acting else 0.0
+
+    @property
+    def can_act(self) -> bool:
+        """Whether the bonus may be other than 0 in any step: a fact of the config."""
+        return self.factor > 0 or self.adaptive is not None
+
+    def end_step(self, entropy: float) -> None:
+        """Moves the factor, given the mean entropy of the whole optimizer step (nats)."""
+        if self.adaptive is None:
+            return
+        self.is_acting = entropy <= self.adaptive.target
+        step = self.adaptive.step if self.is_acting else -self.adaptive.step
+        self.factor = min(max(self.factor + step, self.adaptive.low), self.adaptive.high)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must keep."""
+        return {"factor": self.factor, "is_acting": float(self.is_acting)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restores `state_dict`."""
+        self.factor, self.is_acting = state["factor"], bool(state["is_acting"])

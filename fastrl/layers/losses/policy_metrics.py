@@ -1,0 +1,114 @@
+"""Metrics of the policy-gradient losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.statistics import TokenStatistics
+from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.kl import kl_estimate
+from fastrl.layers.losses.metrics import document_mean, moments, token_mean
+from fastrl.layers.losses.ratios import bounded_exp
+
+if TYPE_CHECKING:
+    from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, PolicyTerms
+
+
+def policy_metrics(
+    loss: LanguageModelPolicyGradientLoss[Any],
+    terms: PolicyTerms,
+    statistics: TokenStatistics,
+    batch: BatchKwargs,
+    value: Tensor,
+) -> dict[str, Tensor]:
+    """This part's share of the step's metrics; means are over its labels unless said otherwise.
+
+    Always: `loss`, `logprob`, `tokens`, `documents` (counts), `active_fraction` (tokens with weight
+    and advantage), `advantage` with its moments, `ratio` with its moments (at the loss's level).
+    With the column of the batch: `old_logprob`; `kl_old_new` and `kl_old_new_k1`, of KL(old, new);
+    `kl_ref` and `kl_ref_k1`, of KL(new, reference); `kl_rollout` and `kl_rollout_k1`, of
+    KL(sampler, old); `rollout_weight` = old / sampler with its moments; `staleness` and
+    `staleness_max`; `reward` with its square, over the documents that have one. Those without
+    `_k1` are k3 estimates. With a clip: `clip_fraction`, `_low`, `_high`. `weight`, the product of
+    all weights and masks, where there are any; `entropy`, `entropy_bonus` where they exist.
+    """
+    columns: dict[str, Tensor] = {"logprob": statistics.logprobs}
+    columns["active_fraction"] = _active(terms).to(torch.float32)
+    if terms.weights is not None:
+        columns["weight"] = terms.weights
+    if statistics.entropy is not None:
+        columns["entropy"] = statistics.entropy
+    clipped = loss.is_clipped(terms)
+    if clipped is not None:
+        low, high = clipped
+        columns["clip_fraction_low"] = low.to(torch.float32)
+        columns["clip_fraction_high"] = high.to(torch.float32)
+        columns["clip_fraction"] = (low | high).to(torch.float32)
+    columns |= _divergences(terms, statistics, batch)
+    metrics = {"loss": value.detach()}
+    for name, column in columns.items():
+        metrics[name] = token_mean(column, batch)
+    metrics |= moments("ratio", terms.ratio, batch) | moments("advantage", terms.advantages, batch)
+    if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
+        log_weights = masked(batch.old_logprobs - batch.rollout_logprobs, terms.mask)
+        metrics |= moments("rollout_weight", bounded_exp(log_weights), batch)
+    metrics |= _staleness(batch) | _rewards(batch)
+    if loss.entropy_bonus.can_act:
+        metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], loss.entropy_bonus.value)
+    ones = torch.ones_like(statistics.logprobs)
+    metrics["tokens"] = masked(ones, terms.mask).double().sum()
+    shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)
+    metrics["documents"] = shares.double().sum()
+    return metrics
+
+
+def _active(terms: PolicyTerms) -> Tensor:
+    active = terms.mask & (terms.advantages != 0)
+    return active if terms.weights is None else active & (terms.weights != 0)
+
+
+def _divergences(
+    terms: PolicyTerms, statistics: TokenStatistics, batch: BatchKwargs
+) -> dict[str, Tensor]:
+    """Estimates of the divergences between the policies of the batch."""
+    columns: dict[str, Tensor] = {}
+    if batch.old_logprobs is not None:
+        columns["old_logprob"] = batch.old_logprobs
+        differences = masked(batch.old_logprobs - statistics.logprobs, terms.mask)
+        columns["kl_old_new"] = kl_estimate(differences, "k3")
+        columns["kl_old_new_k1"] = differences
+    if batch.ref_logprobs is not None:
+        differences = masked(statistics.logprobs - batch.ref_logprobs, terms.mask)
+        columns["kl_ref"] = kl_estimate(differences, "k3")
+        columns["kl_ref_k1"] = differences
+    if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
+        differences = masked(batch.rollout_logprobs - batch.old_logprobs, terms.mask)
+        columns["kl_rollout"] = kl_estimate(differences, "k3")
+        columns["kl_rollout_k1"] = differences
+    return columns
+
+
+def _staleness(batch: BatchKwargs) -> dict[str, Tensor]:
+    if batch.current_version is None or batch.model_version is None:
+        return {}
+    staleness = moments("staleness", batch.current_version - batch.model_version, batch)
+    return {name: staleness[name] for name in ("staleness", "staleness_max")}
+
+
+def _rewards(batch: BatchKwargs) -> dict[str, Tensor]:
+    """Moments over the documents with labels that have a reward, and their share."""
+    if batch.rewards is None:
+        return {}
+    rewards = torch.cat([batch.rewards, batch.rewards.new_full((1,), torch.nan)])
+    rewards = rewards[batch.document_index]
+    scored = ~rewards.isnan()
+    rewards = masked(rewards, scored)
+    return {
+        "reward": document_mean(rewards, batch),
+        "reward_squared": document_mean(rewards.double().square(), batch),
+        "reward_share": document_mean(scored.to(rewards.dtype), batch),
+    }

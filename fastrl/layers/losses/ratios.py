@@ -1,0 +1,51 @@
+"""Ratios of the new to another policy, of tokens and of documents, that cannot overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.documents import document_sums
+
+# exp is taken of log-ratios within this bound (nats): e^20 = 4.9e8. Beyond it the ratio is
+# constant, so neither value nor gradient can leave the range of fp32.
+LOG_RATIO_BOUND = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of log-ratios that saturate at the bound, with gradient 0 beyond it."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def own_ratio(logprobs: Tensor) -> Tensor:
+    """logprob - detach(logprob): 0 with gradient 1."""
+    return logprobs - logprobs.detach()
+
+
+def per_document(
+    columns: Mapping[str, Tensor],  # [T] each, 0 where a token must not count
+    batch: BatchKwargs,
+    groups: Sequence[ProcessGroup | None],
+) -> dict[str, Tensor]:  # [T] each
+    """Each token's document's sum of every column: one index-add, one all-reduce for all."""
+    if not columns:
+        return {}
+    sums = document_sums(
+        torch.stack(list(columns.values()), dim=1),
+        batch.document_index,
+        batch.num_documents,
+        groups,
+    )[batch.document_index]
+    return {
+        name: sums[:, column].to(values.dtype)
+        for column, (name, values) in enumerate(columns.items())
+    }
+
+
+def per_document_mean(sums: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
+    """A document's mean over its labels, from its sum."""
+    return sums / batch.label_counts.clamp(min=1)

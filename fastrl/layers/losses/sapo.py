@@ -1,0 +1,37 @@
+"""SAPO: a soft gate in the place of the clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.config.policy_losses import SAPOLossConfig
+from fastrl.layers.losses.policy_gradient import (
+    LanguageModelPolicyGradientLoss,
+    PolicyTerms,
+    RatioLevel,
+)
+
+
+class SAPOLoss(LanguageModelPolicyGradientLoss[SAPOLossConfig]):
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A.
+
+        d loss / d logp = -4 p (1 - p) r A,  p = sigmoid(tau (r - 1)):  -r A at r = 1
+
+    References:
+        Soft Adaptive Policy Optimization, arXiv:2511.20347, equations 5 and 6.
+    """
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """As in the config."""
+        return self.config.ratio_level
+
+    def surrogate(self, terms: PolicyTerms) -> Tensor:
+        """The gated ratio times the advantage."""
+        positive = terms.advantages > 0
+        ones = torch.ones_like(terms.ratio)
+        tau = torch.where(
+            positive, ones * self.config.tau_positive, ones * self.config.tau_negative
+        )
+        return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * (4 / tau)
