@@ -1,0 +1,106 @@
+"""Checkpoints of a run: a Hugging Face folder each, with what training needs to go on.
+
+    RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, trainer.pt
+    RUN/checkpoints/latest                        name of the last complete one
+
+A folder appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.config.base import UserError
+from fastrl.models.checkpoint import save_llama
+from fastrl.models.llama import Llama
+
+CHECKPOINTS_FOLDER = "checkpoints"
+LATEST_FILE = "latest"
+TRAINER_FILE = "trainer.pt"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run is.
+
+    Attributes:
+        phase: index of the phase.
+        phase_step: steps done in it.
+        step: steps done in the run.
+        position: of the phase's data source.
+        seconds: that the run took so far.
+        rewards: held-out reward before each phase that has begun.
+        optimizer: its state dict; None at the end of a phase.
+        reference: weights of the frozen reference policy, if the phase has one.
+    """
+
+    phase: int = 0
+    phase_step: int = 0
+    step: int = 0
+    position: int = 0
+    seconds: float = 0.0
+    rewards: tuple[float, ...] = ()
+    optimizer: dict[str, Any] | None = None
+    reference: dict[str, torch.Tensor] | None = None
+
+
+def save_checkpoint(
+    run_dir: Path, phase_name: str, llama: Llama, state: TrainerState, *, keep: int
+) -> Path:
+    """Writes a checkpoint, makes it the latest and removes all but the last `keep`.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    folder = run_dir / CHECKPOINTS_FOLDER
+    target = folder / f"{phase_name}-{state.step:06}"
+    temporary = folder / f".{target.name}.partial"
+    for stale in (temporary, target):
+        if stale.exists():  # of a run that was killed, or of this step before a resumption
+            shutil.rmtree(stale)
+    save_llama(llama, temporary)
+    torch.save(vars(state), temporary / TRAINER_FILE)
+    temporary.rename(target)
+    latest = folder / f".{LATEST_FILE}.partial"
+    latest.write_text(f"{target.name}\n", encoding="utf-8")
+    latest.replace(folder / LATEST_FILE)
+    others = [path for path in folder.iterdir() if path.is_dir() and path != target]
+    others.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for old in others[keep - 1 :]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest_checkpoint(run_dir: Path) -> Path:
+    """Returns the folder of a run's latest checkpoint.
+
+    Raises:
+        UserError: there is none.
+    """
+    latest = run_dir / CHECKPOINTS_FOLDER / LATEST_FILE
+    if not latest.is_file():
+        raise UserError(
+            f"{run_dir}: must be the folder of a run with a checkpoint, has no {latest}"
+        )
+    return latest.parent / latest.read_text(encoding="utf-8").strip()
+
+
+def load_trainer_state(checkpoint: Path) -> TrainerState:
+    """Returns the state beside the weights of a checkpoint.
+
+    Raises:
+        UserError: the file is missing or malformed.
+    """
+    file = checkpoint / TRAINER_FILE
+    try:
+        return TrainerState(**torch.load(file, weights_only=True, map_location="cpu"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except (RuntimeError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{file}: must be the state of a trainer: {error}") from error

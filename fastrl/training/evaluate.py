@@ -1,0 +1,63 @@
+"""The reward on held-out prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from fastrl.config.training import EvaluationConfig
+from fastrl.training.environment import ReasoningGymEnvironment
+from fastrl.training.rollouts import Sample, scored
+from fastrl.training.sampler import Sampler
+from fastrl.training.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards of completions of the held-out prompts.
+
+    Attributes:
+        reward: mean over all completions.
+        solved: share of completions with the full reward of 1.
+        finished: share of completions that ended.
+        samples: the first completion of each prompt.
+    """
+
+    reward: float
+    solved: float
+    finished: float
+    samples: list[Sample]
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers by the names they have in the metrics file."""
+        return {
+            "heldout/reward": self.reward,
+            "heldout/solved": self.solved,
+            "heldout/finished": self.finished,
+        }
+
+
+def evaluate(
+    config: EvaluationConfig,
+    environment: ReasoningGymEnvironment,
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+) -> Evaluation:
+    """Samples completions of all held-out prompts and scores them."""
+    problems = environment.heldout
+    groups = sampler.sample(
+        [tokenizer.encode(problem.prompt) for problem in problems],
+        num_each=config.samples_per_prompt,
+        temperature=config.temperature,
+    )
+    samples = [
+        scored(completion, problem, environment, tokenizer)
+        for problem, group in zip(problems, groups, strict=True)
+        for completion in group
+    ]
+    return Evaluation(
+        reward=fmean(sample.reward for sample in samples),
+        solved=fmean(sample.reward >= 1.0 for sample in samples),
+        finished=fmean(sample.finished for sample in samples),
+        samples=samples[:: config.samples_per_prompt],
+    )

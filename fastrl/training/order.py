@@ -1,0 +1,48 @@
+"""Items in random order, epoch after epoch, from a seed; the position is the only state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+class ShuffledItems(Generic[ItemT]):
+    """Endless passes over items, each pass in an order of its own.
+
+    Args:
+        items: at least one.
+        seed: with the number of the pass, it gives the order.
+        position: items that were taken already.
+    """
+
+    def __init__(self, items: Sequence[ItemT], seed: Hashable, position: int = 0) -> None:
+        assert items
+        self._items = items
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+        self.position = position
+
+    def take(self, number: int) -> list[ItemT]:
+        """Returns the next items; one comes twice only when the pass ends between the two."""
+        taken = []
+        for position in range(self.position, self.position + number):
+            epoch, place = divmod(position, len(self._items))
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._order = list(range(len(self._items)))
+                seeded(self._seed, epoch).shuffle(self._order)
+            taken.append(self._items[self._order[place]])
+        self.position += number
+        return taken
+
+
+def seeded(*parts: Hashable) -> random.Random:
+    """Returns a random generator for a purpose, such as `seeded(run_seed, "phase", 3)`.
+
+    The numbers follow from the parts alone, so that nothing need be saved to go on with a run.
+    """
+    return random.Random("/".join(map(str, parts)))

@@ -1,0 +1,169 @@
+"""What a person sees of a run: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fastrl.training.evaluate import Evaluation
+from fastrl.training.rollouts import Sample
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
+        """A phase begins, or goes on after `steps_done` of its steps."""
+        ...
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        ...
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Some completions of a step."""
+        ...
+
+    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+        """The held-out prompts were scored."""
+        ...
+
+    def message(self, text: str) -> None:
+        """A line of its own."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+def open_display(console: Console) -> Display:
+    """Returns a live display on a terminal, plain lines elsewhere."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+class LiveDisplay:
+    """A progress bar for each phase; samples and evaluations scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._progress.start()
+
+    def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
+        """Adds a bar."""
+        self._task = self._progress.add_task(name, total=steps, completed=steps_done, numbers="")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Moves the bar on."""
+        assert self._task is not None
+        self._progress.update(self._task, advance=1, numbers=_numbers(metrics))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Prints a table of prompt, completion and reward."""
+        table = Table(
+            "prompt", "completion", "reward", box=None, padding=(0, 2), title_justify="left"
+        )
+        for sample in samples:
+            table.add_row(*_cells(sample))
+        self._progress.console.print(table)
+
+    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+        """Prints the held-out reward."""
+        self.message(_heldout(evaluation))
+
+    def message(self, text: str) -> None:
+        """Prints a line above the bars."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leaves the bars as they are."""
+        self._progress.stop()
+
+
+class PlainDisplay:
+    """Lines of text: at a phase's ends and every few seconds between them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._name = ""
+        self._steps = self._done = self._first = 0
+        self._begin = self._printed = 0.0
+
+    def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
+        """Notes the phase."""
+        self._name, self._steps, self._done, self._first = name, steps, steps_done, steps_done
+        self._begin = time.monotonic()
+        self._printed = -_SECONDS_BETWEEN_LINES
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Prints a line if it is time."""
+        self._done += 1
+        now = time.monotonic()
+        if self._done < self._steps and now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        left = (now - self._begin) / (self._done - self._first) * (self._steps - self._done)
+        minutes, seconds = divmod(round(left), 60)
+        self.message(
+            f"[{self._name}] step {self._done}/{self._steps}  {_numbers(metrics)}  "
+            f"left {minutes}:{seconds:02}"
+        )
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Prints a line for each completion."""
+        for sample in samples:
+            prompt, completion, reward = _cells(sample)
+            self.message(f"  {prompt!r} -> {completion!r}  reward {reward}")
+
+    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+        """Prints the held-out reward."""
+        self.message(_heldout(evaluation))
+
+    def message(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    parts = [f"reward {metrics['reward']:.3f}"] if "reward" in metrics else []
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:+.4f}")
+    return "  ".join([*parts, f"{metrics['tokens_per_second']:,.0f} tokens/s"])
+
+
+def _cells(sample: Sample) -> tuple[str, str, str]:
+    end = "" if sample.finished else " ..."
+    return sample.prompt, sample.completion + end, f"{sample.reward:.2f}"
+
+
+def _heldout(evaluation: Evaluation) -> str:
+    return (
+        f"held-out reward {evaluation.reward:.3f} (solved {evaluation.solved:.3f}, "
+        f"finished {evaluation.finished:.3f})"
+    )

@@ -1,0 +1,266 @@
+"""Where an RL phase gets its documents: the sampler on an environment, or rollout files."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Protocol
+
+from fastrl.config.base import UserError
+from fastrl.config.losses import AnyLossConfig
+from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
+from fastrl.config.training import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
+from fastrl.data.advantages import with_group_advantages, without_zero_groups
+from fastrl.data.documents import Document
+from fastrl.data.rollouts import read_rollouts
+from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.training.order import ShuffledItems
+from fastrl.training.sampler import Completion, Sampler
+from fastrl.training.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as a person reads it."""
+
+    prompt: str
+    completion: str
+    reward: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The documents of a step, with advantages.
+
+    Attributes:
+        documents: those that teach something; groups dropped for equal rewards are left out.
+        metrics: of all completions of the step.
+        samples: some of the completions; none from files.
+    """
+
+    documents: list[Document]
+    metrics: dict[str, float]
+    samples: list[Sample]
+
+
+class RolloutSource(Protocol):
+    """Gives the documents of step after step.
+
+    Attributes:
+        position: of the source, for a checkpoint; set it to go on from one.
+    """
+
+    position: int
+
+    def next(self) -> Rollouts:
+        """Returns the documents of the next step."""
+        ...
+
+
+class SampledRollouts:
+    """Rollouts of the model that is trained, on training problems in random order.
+
+    Args:
+        config: numbers and temperature.
+        advantage: from rewards to advantages.
+        environment: problems and rewards.
+        tokenizer: from prompts to tokens.
+        sampler: of the model that is trained.
+        seed: of the order of problems.
+    """
+
+    def __init__(
+        self,
+        config: SamplerRolloutsConfig,
+        advantage: AdvantageConfig,
+        environment: ReasoningGymEnvironment,
+        tokenizer: Tokenizer,
+        sampler: Sampler,
+        seed: str,
+    ) -> None:
+        self._config = config
+        self._advantage = advantage
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._problems = ShuffledItems(environment.train, seed)
+
+    @property
+    def position(self) -> int:
+        """Problems taken so far."""
+        return self._problems.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._problems.position = position
+
+    def next(self) -> Rollouts:
+        """Samples a group of completions for each of the next problems."""
+        config = self._config
+        problems = self._problems.take(config.prompts_per_step)
+        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        groups = self._sampler.sample(
+            prompts, num_each=config.group_size, temperature=config.temperature
+        )
+        documents, samples = [], []
+        for number, (problem, prompt, group) in enumerate(
+            zip(problems, prompts, groups, strict=True)
+        ):
+            for completion in group:
+                sample = scored(completion, problem, self._environment, self._tokenizer)
+                samples.append(sample)
+                documents.append(
+                    Document(
+                        tokens=prompt + completion.tokens,
+                        prompt_length=len(prompt),
+                        logprobs=completion.logprobs,
+                        rollout_logprobs=completion.logprobs,
+                        temperature=config.temperature,
+                        reward=sample.reward,
+                        group_id=number,
+                    )
+                )
+        lengths = [len(completion.tokens) for group in groups for completion in group]
+        metrics = {
+            "completion_length": fmean(lengths),
+            "finished": fmean(sample.finished for sample in samples),
+            "sampled_tokens": float(sum(lengths)),
+        }
+        # The first completion of as many problems.
+        return _rollouts(documents, self._advantage, metrics, samples[:: config.group_size])
+
+
+class FileRollouts:
+    """Rollouts from files, whole groups in random order.
+
+    Args:
+        config: files and documents a step.
+        advantage: from rewards to advantages, where a document has none of its own.
+        losses: of the phase; they say which log-probabilities the files must have.
+        vocab_size: of the model; ids must be below it.
+        seed: of the order of groups.
+
+    Raises:
+        UserError: a file that cannot be read or lacks something, an id outside of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        config: FileRolloutsConfig,
+        advantage: AdvantageConfig,
+        losses: Sequence[AnyLossConfig],
+        vocab_size: int,
+        seed: str,
+    ) -> None:
+        self._config = config
+        self._advantage = advantage
+        groups: dict[object, list[Document]] = defaultdict(list)
+        for path in config.paths:
+            documents = read_rollouts(path, require=("advantage", *required_logprobs(losses)))
+            for number, document in enumerate(documents, start=1):
+                largest = max(document.tokens)
+                if largest >= vocab_size:
+                    raise UserError(
+                        f"{path}, document {number}: `tokens` must be ids below the vocabulary "
+                        f"size {vocab_size}, got {largest}"
+                    )
+                # A document without a group is one of its own; groups do not reach over files.
+                group_id = number if document.group_id is None else document.group_id
+                groups[path, document.group_id is None, group_id].append(document)
+        if not groups:
+            raise UserError(f"{', '.join(config.paths)}: no documents")
+        self._groups = ShuffledItems(list(groups.values()), seed)
+
+    @property
+    def position(self) -> int:
+        """Groups taken so far."""
+        return self._groups.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._groups.position = position
+
+    def next(self) -> Rollouts:
+        """Takes groups until the step has its documents."""
+        documents: list[Document] = []
+        number = 0
+        while len(documents) < self._config.documents_per_step:
+            (group,) = self._groups.take(1)
+            documents += [replace(document, group_id=number) for document in group]
+            number += 1
+        return _rollouts(documents, self._advantage, {}, [])
+
+
+def scored(
+    completion: Completion,
+    problem: Problem,
+    environment: ReasoningGymEnvironment,
+    tokenizer: Tokenizer,
+) -> Sample:
+    """Returns a completion as text, with the environment's reward."""
+    text = tokenizer.decode(completion.tokens)
+    reward = environment.score(problem, text if completion.finished else None)
+    return Sample(problem.prompt, text, reward, completion.finished)
+
+
+def required_logprobs(losses: Iterable[AnyLossConfig]) -> list[str]:
+    """Returns the log-probabilities that documents must have for some policy-gradient losses."""
+    required: dict[str, None] = {}
+    for loss in losses:
+        if not isinstance(loss, PolicyGradientLossConfig):
+            continue
+        if not isinstance(loss, ReinforceLossConfig):
+            required["logprobs"] = None
+        if loss.kl is not None:
+            required["ref_logprobs"] = None
+        corrected = loss.rollout_correction is not None
+        masked = loss.off_policy_mask is not None and loss.off_policy_mask.behaviour == "rollout"
+        if corrected or masked:
+            required["rollout_logprobs"] = None
+    return list(required)
+
+
+def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:
+    """Splits documents into at most `parts` lists of as many groups, each group in one of them."""
+    groups: dict[object, list[Document]] = defaultdict(list)
+    for document in documents:
+        groups[document.group_id].append(document)
+    whole = list(groups.values())
+    bounds = [len(whole) * part // parts for part in range(parts + 1)]
+    split = [whole[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return [[document for group in part for document in group] for part in split if part]
+
+
+def _rollouts(
+    documents: list[Document],
+    config: AdvantageConfig,
+    metrics: dict[str, float],
+    samples: list[Sample],
+) -> Rollouts:
+    """Gives advantages to the documents that have none and leaves out those without labels."""
+    rewards = [document.reward for document in documents if document.reward is not None]
+    if rewards:
+        metrics = {"reward": fmean(rewards), **metrics}
+    given = [document for document in documents if document.advantage is not None]
+    relative = with_group_advantages(
+        [document for document in documents if document.advantage is None],
+        baseline=config.baseline,
+        scale=config.scale,
+    )
+    complete = [*given, *relative]
+    active = without_zero_groups(complete)
+    metrics["active_groups"] = _num_groups(active) / max(1, _num_groups(documents))
+    kept = _with_labels(active if config.zero_variance == "drop" else complete)
+    return Rollouts(kept, metrics, samples)
+
+
+def _with_labels(documents: list[Document]) -> list[Document]:
+    return [doc for doc in documents if doc.prompt_length != len(doc.tokens)]
+
+
+def _num_groups(documents: list[Document]) -> int:
+    return len({document.group_id for document in _with_labels(documents)})

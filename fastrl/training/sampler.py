@@ -1,0 +1,119 @@
+"""The built-in sampler: batches of completions with the reference Llama's key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.config.training import SamplerConfig
+from fastrl.models.llama import Llama
+
+_COMPACT_BELOW = 0.75
+"""Sequences that go on are copied into a smaller cache when they are fewer than this share."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model said after a prompt.
+
+    Attributes:
+        tokens: ids, with the end token if it came.
+        logprobs: nats, one a token, at the temperature of sampling; at temperature 0 those of
+            temperature 1.
+        finished: whether the end token came.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Sampler:
+    """Samples completions of token prompts.
+
+    Args:
+        config: bounds of length and of batch size.
+        llama: the model, as it is at each call.
+        end_token: id that ends a completion.
+        generator: source of randomness, on the model's device.
+    """
+
+    def __init__(
+        self, config: SamplerConfig, llama: Llama, end_token: int, generator: torch.Generator
+    ) -> None:
+        self.config = config
+        self._llama = llama
+        self._end_token = end_token
+        self._generator = generator
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, num_each: int = 1, temperature: float = 1.0
+    ) -> list[list[Completion]]:
+        """Returns `num_each` completions of each prompt.
+
+            p(token) = softmax(logits / temperature); the most likely token at temperature 0
+
+        Args:
+            prompts: token ids, none empty.
+            num_each: completions of a prompt.
+            temperature: at least 0.
+        """
+        per_batch = max(1, self.config.max_batch_size // num_each)
+        completions: list[list[Completion]] = []
+        for start in range(0, len(prompts), per_batch):
+            flat = self._sample_batch(prompts[start : start + per_batch], num_each, temperature)
+            completions += [flat[i : i + num_each] for i in range(0, len(flat), num_each)]
+        return completions
+
+    @torch.no_grad()
+    def _sample_batch(
+        self, prompts: Sequence[Sequence[int]], num_each: int, temperature: float
+    ) -> list[Completion]:
+        max_new_tokens = self.config.max_new_tokens
+        logits, cache = self._llama.prefill(prompts, max_new_tokens)
+        if num_each > 1:
+            rows = torch.arange(len(prompts), device=logits.device).repeat_interleave(num_each)
+            logits, cache = logits[rows], cache.select(rows)
+        total = len(logits)
+        running = torch.arange(total, device=logits.device)
+        tokens = logits.new_full((total, max_new_tokens), self._end_token, dtype=torch.int64)
+        logprobs = logits.new_zeros((total, max_new_tokens))
+        lengths = torch.full((total,), max_new_tokens, device=logits.device)
+        done = torch.zeros(total, dtype=torch.bool, device=logits.device)
+        for step in range(max_new_tokens):
+            chosen, chosen_logprobs = self._choose(logits, temperature)
+            tokens[running, step] = chosen
+            logprobs[running, step] = chosen_logprobs
+            ends = (chosen == self._end_token) & ~done[running]
+            lengths[running[ends]] = step + 1
+            done[running[ends]] = True
+            going_on = ~done[running]
+            num_going_on = int(going_on.sum())
+            if num_going_on == 0 or step + 1 == max_new_tokens:
+                break
+            if num_going_on < _COMPACT_BELOW * len(running):
+                kept = going_on.nonzero().squeeze(1)
+                running, chosen, cache = running[kept], chosen[kept], cache.select(kept)
+            logits = self._llama.decode(chosen[:, None], cache)
+        return [
+            Completion(row[:length], row_logprobs[:length], finished)
+            for row, row_logprobs, length, finished in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), done.tolist(), strict=True
+            )
+        ]
+
+    def _choose(
+        self,
+        logits: Tensor,  # [B, V]
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:  # [B] int64, [B] nats
+        distribution = (logits / temperature if temperature else logits).log_softmax(-1)
+        if temperature:
+            probabilities = distribution.exp()
+            chosen = torch.multinomial(probabilities, 1, generator=self._generator)
+        else:
+            chosen = distribution.argmax(-1, keepdim=True)
+        return chosen.squeeze(1), distribution.gather(1, chosen).squeeze(1)
