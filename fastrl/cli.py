@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastrl.config.base import UserError
 
-_OVERRIDES = "changes of the config, such as optimizer.learning_rate=2e-4 or phases.1.steps=20"
+_OVERRIDES = "changes of the config, such as phases.1.steps=20 or model.hidden_size=96"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fastrl.config import ConfigError, RunConfig, load_config, parse_config
+from fastrl.config.yaml_text import parse_yaml
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
@@ -37,3 +40,33 @@ def test_python_examples_run(page: Path) -> None:
     scope: dict[str, object] = {}
     for block in _blocks(page, "python"):
         exec(compile(block, str(page), "exec"), scope)
+
+
+def test_the_config_of_the_readme_is_valid() -> None:
+    (text,) = _blocks(ROOT / "README.md", "yaml")
+    config = parse_config(RunConfig, parse_yaml(text))
+    assert [phase.type for phase in config.phases] == ["supervised", "rl"]
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_configs_of_the_examples_are_valid(path: Path) -> None:
+    assert load_config(RunConfig, path).phases
+
+
+def test_the_errors_that_the_docs_show_are_those_one_gets() -> None:
+    policy = {"policy": {"type": "gspo", "epsilon_hgih": 4e-4}}
+    phases = [{"type": "supervised", "steps": 1}, {"type": "rl", "steps": 1, "losses": policy}]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            RunConfig,
+            {"learning_rate": 1e-3, "phases": phases},
+            ["phases.1.optimizer.learning_rate=fast"],
+            source="run.yaml",
+        )
+    shown = (ROOT / "docs" / "config.md").read_text(encoding="utf-8").splitlines()
+    told = str(caught.value).splitlines()
+    assert len(told) == 3
+    assert set(told) <= set(shown)

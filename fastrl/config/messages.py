@@ -35,9 +35,10 @@ def problems(
     """
     found: dict[str, list[str]] = {}
     shown: dict[str, str] = {}
-    for details in error.errors(include_url=False):
-        if details["type"] == "default_factory_not_called":
-            continue  # follows from an error in another key
+    all_details = error.errors(include_url=False)
+    for details in all_details:
+        if _follows(details, all_details):
+            continue
         place = _find(config_class, values, details["loc"])
         path = ".".join(place.path)
         text = _describe(details, place, config_class)
@@ -45,6 +46,21 @@ def problems(
             found[path].append(text)
         shown[path] = _shown(details["input"])
     return [Problem(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
+
+
+def _follows(details: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:
+    """Returns whether an error only says that another one is there.
+
+    A default cannot be derived from a key that is wrong, and a list whose items are wrong counts
+    as one without them.
+    """
+    loc = details["loc"]
+    return details["type"] == "default_factory_not_called" or (
+        details["type"] == "too_short"
+        and any(
+            len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in others
+        )
+    )
 
 
 def _sentence(path: str, texts: Sequence[str], shown: str) -> str:
@@ -158,6 +174,9 @@ def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
         return "must be a section of keys and values"
     if kind in ("tuple_type", "list_type"):
         return "must be a list"
+    if kind == "too_short":
+        least, length = details["ctx"]["min_length"], details["ctx"]["actual_length"]
+        return f"{path} must have at least {least} item(s), got {length}"
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
         return f"{path}: {message}" if place.path else message

@@ -45,4 +45,5 @@ class Run(Config):
     phases: tuple[Annotated[Supervised | Reinforced, Field(discriminator="type")], ...] = ()
     environment: dict[str, Any] = Field(default_factory=dict)
     rates: dict[str, float] = Field(default_factory=dict)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     stop: int | tuple[int, ...] | None = None

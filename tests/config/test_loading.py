@@ -111,7 +111,7 @@ _LOSS = {"type": "gspo"}
         (
             {"num-epochs": 1},
             "unknown key `num-epochs` at the top level; its keys are `seed`, `name`, `rope`,"
-            " `optimizer`, `phases`, `environment`, `rates`, `stop`",
+            " `optimizer`, `phases`, `environment`, `rates`, `seeds`, `stop`",
         ),
         (
             {"phases": [{"type": "rl", "head": {"losses": {"a": {**_LOSS, "epsilon_hgih": 1}}}}]},
@@ -143,6 +143,8 @@ _LOSS = {"type": "gspo"}
         ({"optimizer": None}, "`optimizer` must be a section of keys and values, got null"),
         ({"phases": {}}, "`phases` must be a list, got a section"),
         ({"stop": "x"}, "`stop` must be a valid integer or a list, got 'x'"),
+        ({"seeds": []}, "`seeds` must have at least 1 item(s), got 0"),
+        ({"seeds": ["x"]}, "`seeds.0` must be a valid integer, got 'x'"),
     ],
 )
 def test_y2_misspelt_and_misplaced_keys_are_refused(values: dict[str, Any], message: str) -> None:
