@@ -18,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("data", "sequence_data", "tensor")
 
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def device_mesh(
     *, data: int = 1, sequence_data: int = 1, tensor: int = 1, device_type: str
@@ -78,9 +82,7 @@ class ParallelGroups:
             mesh.get_group(axis) if axis in names and mesh[axis].size() > 1 else None
             for axis in AXES
         )
-        return cls(
-            tp=tensor, sp=tensor if sequence_parallel else None, sdp=sequence_data, dp=data
-        )
+        return cls(tp=tensor, sp=tensor if sequence_parallel else None, sdp=sequence_data, dp=data)
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -101,6 +103,20 @@ def vocab_shard(num_rows: int, rank: int, size: int) -> tuple[int, int]:
     """
     shard = -(-num_rows // size)
     return min(rank * shard, num_rows), min((rank + 1) * shard, num_rows)
+
+
+def gather_first_dim(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The ranks' `tensor` [n, ...] one after the other, [size n, ...]; not differentiable."""
+    whole = tensor.new_empty(group_size(group) * tensor.shape[0], *tensor.shape[1:])
+    _all_gather(whole, tensor.contiguous(), group=group)
+    return whole
+
+
+def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part [n, ...] of the sum of `tensor` [size n, ...]; not differentiable."""
+    part = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
+    _reduce_scatter(part, tensor.contiguous(), group=group)
+    return part
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -133,4 +149,29 @@ def all_reduce_sum(tensor: Tensor, groups: Sequence[ProcessGroup | None]) -> Ten
     if not present:
         return tensor
     result: Tensor = _AllReduceSum.apply(tensor, present)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenation over ranks; the gradient of a part is summed over the ranks that used it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_first_dim(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_first_dim(grad_outputs[0], ctx.group), None
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The ranks' `tensor` [n, ...] one after the other, [size n, ...], differentiable.
+
+    The gradient is the sum of the ranks' gradients of this rank's part, in `tensor`'s dtype: exact
+    when the global loss is the sum of the ranks' losses. Every rank must run the backward.
+    """
+    if group is None:
+        return tensor
+    result: Tensor = _Gather.apply(tensor, group)
     return result

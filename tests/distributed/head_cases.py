@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class HeadRun:
     """What is computed: the losses and the head's options."""
 
     losses: tuple[tuple[str, Any], ...]
-    strategy: str = "auto"
+    strategy: Literal["auto", "recompute", "single_pass"] = "auto"
     chunk_size: int | None = None
     micro_batches: int = 1
     bias: bool = True
@@ -50,6 +50,7 @@ class DocumentCase:
     hidden_size: int = 6
     sequence_length: int | None = None
 
+    @cache  # noqa: B019 (the cases are module constants)
     def draw(self, number: int) -> tuple[Document, Tensor]:
         """Document `number` and its hidden states [n, D]: the same wherever it is packed."""
         prompt, completion, advantage = self.documents[number]
@@ -112,8 +113,16 @@ CASES = {
         # Straddles every cut; a document without advantage, one without label, one token.
         DocumentCase(
             "ragged",
-            ((2, 7, 0.8), (1, 4, -1.1), (3, 9, 0.0), (1, 0, 0.0), (4, 2, 0.5), (2, 12, -0.6),
-             (1, 1, 1.3), (5, 3, -0.2)),
+            (
+                (2, 7, 0.8),
+                (1, 4, -1.1),
+                (3, 9, 0.0),
+                (1, 0, 0.0),
+                (4, 2, 0.5),
+                (2, 12, -0.6),
+                (1, 1, 1.3),
+                (5, 3, -0.2),
+            ),
         ),
         # Prompts alone at the start: some ranks get no label.
         DocumentCase("no_label_on_a_rank", ((15, 0, 0.0), (9, 0, 0.0), (3, 4, 1.0), (2, 6, -0.7))),

@@ -51,7 +51,7 @@ class Ranks:
 
 
 def variants(data: int, sequence_data: int, tensor: int) -> list[Ranks]:
-    """All layouts of these sizes: sequence and vocabulary parallel or not, contiguous or zig-zag."""
+    """All layouts of these sizes: sequence and vocabulary parallel or not, both slicings."""
     layouts: tuple[Layout, ...] = ("contiguous", "zigzag") if sequence_data > 1 else ("contiguous",)
     switches = [(False, True), (True, True), (False, False), (True, False)]
     return [

@@ -149,7 +149,7 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
     poison_empty_memory(pytest.MonkeyPatch())
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        current = None
+        current, error = None, None
         while True:
             try:
                 task: _Task = pickle.loads(connection.recv_bytes())
@@ -160,10 +160,10 @@ def _serve(connection: Connection, rank: int, stack_file: str) -> None:
                     _join_process_group(task, rank)
                     current = task.rendezvous
                 torch.manual_seed(0)
-                answer = (None, task.function(*task.arguments))
+                error, result = None, task.function(*task.arguments)
             except BaseException:
-                answer = (traceback.format_exc(), None)
-            connection.send_bytes(pickle.dumps(answer))
+                error, result = traceback.format_exc(), None
+            connection.send_bytes(pickle.dumps((error, result)))
 
 
 def _join_process_group(task: _Task, rank: int) -> None:
@@ -183,7 +183,5 @@ def parallel_groups(
     data: int, sequence_data: int, tensor: int, sequence_parallel: bool = False
 ) -> ParallelGroups:
     """This rank's groups, made once; to be called on a rank, and on all of them."""
-    mesh = device_mesh(
-        data=data, sequence_data=sequence_data, tensor=tensor, device_type="cpu"
-    )
+    mesh = device_mesh(data=data, sequence_data=sequence_data, tensor=tensor, device_type="cpu")
     return ParallelGroups.from_mesh(mesh, sequence_parallel=sequence_parallel)

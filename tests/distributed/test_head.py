@@ -6,11 +6,13 @@ one process gives is compared with the definition here too, so that equality mea
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
-from fastrl.config.losses import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
+from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
 from fastrl.functional import reference
 from tests.distributed.head_cases import (
     CASES,
@@ -37,11 +39,13 @@ CROSS_ENTROPY = CrossEntropyLossConfig()
 # A loss that is added here runs on every layout.
 LOSSES = {"grpo": GRPO, "gspo": GSPO, "cross_entropy": CROSS_ENTROPY}
 
+STRATEGIES: tuple[Literal["recompute", "auto"], ...] = ("recompute", "auto")
+
 RUNS = {
     **{
         f"{name}-{strategy}": HeadRun(((name, loss),), strategy, chunk_size=4)
         for name, loss in LOSSES.items()
-        for strategy in ("recompute", "auto")
+        for strategy in STRATEGIES
     },
     "grpo-micro_batches": HeadRun((("grpo", GRPO),), micro_batches=2, temperature=True),
     "gspo-micro_batches": HeadRun((("gspo", GSPO),), micro_batches=2, temperature=True),
@@ -130,10 +134,14 @@ def test_one_process_is_the_definition(case_name: str, name: str) -> None:
         "gspo": (vectors["old_logprobs"], vectors["advantages"]),
         "cross_entropy": (),
     }[name]
-    options = {} if name == "cross_entropy" else {
-        "epsilon_low": loss.epsilon_low,  # type: ignore[attr-defined]
-        "epsilon_high": loss.epsilon_high,  # type: ignore[attr-defined]
-    }
+    options = (
+        {}
+        if name == "cross_entropy"
+        else {
+            "epsilon_low": loss.epsilon_low,  # type: ignore[attr-defined]
+            "epsilon_high": loss.epsilon_high,  # type: ignore[attr-defined]
+        }
+    )
     expected = getattr(reference, name)(
         logprobs,
         *arguments,
