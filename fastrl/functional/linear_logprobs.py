@@ -13,20 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul
+from fastrl.functional.hidden_gradient import HiddenGradient
+from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul_rounded
 from fastrl.functional.problem import HeadProblem, check_inputs, scatter_rows
-from fastrl.functional.row_ops import (
-    LogitTransform,
-    RowGradients,
-    row_gradient,
-    update_row_statistics,
+from fastrl.functional.products import (
+    ScaledRows,
+    gradient_itemsize,
+    keeps_no_logits,
+    tile_gradient,
+    tile_statistics,
 )
+from fastrl.functional.row_ops import LogitTransform, RowGradients
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,
     new_running_statistics,
 )
-from fastrl.functional.tiling import recompute_tiling, spans
+from fastrl.functional.tiling import Tiling, recompute_tiling, spans
 from fastrl.parallel import ParallelGroups
 
 DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28  # 2.25 GiB
@@ -119,14 +122,16 @@ def forward_statistics(
     """Statistics of compact rows, tile by tile; one collective for all rows under `tp`."""
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     statistics = new_running_statistics(num_rows, dtype, hidden.device)
-    tiling = recompute_tiling(
-        num_rows, weight.shape[0], hidden.dtype, problem.chunk_size, problem.max_logits_bytes
-    )
+    tiling = Tiling(max(num_rows, 1), max(weight.shape[0], 1))
+    if not keeps_no_logits(hidden, weight):
+        bounds = (problem.chunk_size, problem.max_logits_bytes)
+        tiling = recompute_tiling(num_rows, weight.shape[0], dtype.itemsize, *bounds)
     for start, stop in spans(num_rows, tiling.num_rows):
         for first, last in spans(weight.shape[0], tiling.num_columns):
-            update_row_statistics(
+            tile_statistics(
                 statistics[:, start:stop],
-                matmul(hidden[start:stop], weight[first:last].t()),
+                hidden[start:stop],
+                weight[first:last],
                 labels[start:stop],
                 transform.rows(slice(start, stop)),
                 problem.tile(bias, first, last),
@@ -173,20 +178,26 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy, grad_logsumexp = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
-        grad_hidden, grad_weight, grad_bias = recompute_backward(
+        lse = logsumexp[rows]
+        grad_compact, grad_weight, grad_bias = recompute_backward(
             problem.gather_hidden(hidden_states)[rows],
             weight,
             bias,
             problem.labels[rows],
-            logsumexp[rows],
-            None if entropy is None else entropy[rows],
+            # Log-probabilities are not needed again.
+            TokenStatistics(lse, None if entropy is None else entropy[rows], lse),
             RowGradients(grad_logprobs, grad_entropy, grad_logsumexp).rows(rows),
             problem.transform.rows(rows),
             problem,
             (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
         )
+        grad_hidden: Tensor | None = None
+        if grad_compact is not None:
+            total = HiddenGradient(problem, hidden_states)
+            total.write(rows, grad_compact)
+            grad_hidden = total.finish()
         return (
-            problem.reduce_grad_hidden(grad_hidden, rows, hidden_states.dtype),
+            grad_hidden,
             problem.reduce_grad_weight(grad_weight),
             problem.reduce_grad_weight(grad_bias),
             None,
@@ -199,8 +210,7 @@ def recompute_backward(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,  # [R]
-    logsumexp: Tensor,  # [R]
-    entropy: Tensor | None,  # [R]
+    statistics: TokenStatistics,  # of [R]
     gradients: RowGradients,  # of [R]
     transform: LogitTransform,
     problem: HeadProblem,
@@ -208,28 +218,33 @@ def recompute_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden (compute dtype, compact), weight and bias (their dtypes).
 
-    Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in a
-    slab-sized buffer of the compute dtype and rounded once; that of hidden is summed over slabs.
+    Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in fp32
+    (inside one matrix product when there is one chunk) and rounded once; that of hidden is summed
+    over slabs.
     """
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
-    tiling = recompute_tiling(
-        num_rows, weight.shape[0], hidden.dtype, problem.chunk_size, problem.max_logits_bytes
-    )
+    itemsize = gradient_itemsize(hidden, weight)
+    bounds = (problem.chunk_size, problem.max_logits_bytes)
+    tiling = recompute_tiling(num_rows, weight.shape[0], itemsize, *bounds)
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
-    grad_weight = torch.empty_like(weight) if needs[1] else None
+    grad_weight: Tensor | None = None
+    if needs[1]:
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
     row_spans = spans(num_rows, tiling.num_rows)
     for first, last in spans(weight.shape[0], tiling.num_columns):
         slab = weight[first:last]
-        slab_grad = torch.zeros_like(slab, dtype=dtype) if needs[1] else None
+        slab_grad: Tensor | None = None
+        if needs[1] and len(row_spans) != 1:
+            slab_grad = torch.zeros_like(slab, dtype=dtype)
         slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=weight.device)
         for start, stop in row_spans:
             chunk = slice(start, stop)
-            grad_logits = row_gradient(
-                matmul(hidden[chunk], slab.t()),
+            grad_logits = tile_gradient(
+                hidden[chunk],
+                slab,
                 labels[chunk],
-                logsumexp[chunk],
-                None if entropy is None else entropy[chunk],
+                statistics.map(lambda value, chunk=chunk: value[chunk]),
                 gradients.rows(chunk),
                 transform.rows(chunk),
                 problem.tile(bias, first, last),
@@ -238,8 +253,11 @@ def recompute_backward(
                 add_matmul_(grad_hidden[chunk], grad_logits, slab)
             if slab_grad is not None:
                 add_matmul_(slab_grad, grad_logits.t(), hidden[chunk])
+            elif grad_weight is not None:
+                out = grad_weight[first:last]
+                matmul_rounded(grad_logits.t(), hidden, out=out)
             if grad_bias is not None:
-                slab_bias_grad += grad_logits.sum(0, dtype=dtype)
+                slab_bias_grad += ScaledRows(grad_logits, None).column_sums()
         if grad_weight is not None and slab_grad is not None:
             grad_weight[first:last] = slab_grad
         if grad_bias is not None:

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastrl.functional.hidden_gradient import HiddenGradient
 from fastrl.functional.linear_logprobs import forward_statistics
-from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul
+from fastrl.functional.matmul import compute_dtype
 from fastrl.functional.problem import HeadProblem, scatter_rows
-from fastrl.functional.row_ops import RowGradients, row_gradient, update_row_statistics
+from fastrl.functional.products import LogitsChunk
+from fastrl.functional.row_ops import RowGradients
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,
     new_running_statistics,
 )
+from fastrl.kernels import can_run
 
 # loss(statistics of the rows [start, stop) of `gradient_rows`, start, stop) -> scalar
 ChunkLoss = Callable[[TokenStatistics, int, int], Tensor]
@@ -75,15 +78,12 @@ class _LinearLoss(torch.autograd.Function):
         chunk_spans: list[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         needs = ctx.needs_input_grad[:3]
-        hidden = problem.gather_hidden(hidden_states)
-        run = _SinglePass(hidden, weight, bias, problem, gradient_rows, needs, len(chunk_spans))
+        run = _SinglePass(
+            hidden_states, weight, bias, problem, gradient_rows, needs, len(chunk_spans)
+        )
         for start, stop in chunk_spans:
             run.chunk(start, stop, loss)
-        ctx.gradients = (
-            problem.reduce_grad_hidden(run.grad_hidden, gradient_rows, hidden_states.dtype),
-            problem.reduce_grad_weight(_to_dtype(run.grad_weight, weight.dtype)),
-            problem.reduce_grad_weight(_to_dtype(run.grad_bias, weight.dtype)),
-        )
+        ctx.gradients = run.gradients()
         statistics = run.all_statistics()
         outputs = (statistics.logprobs, statistics.entropy, statistics.logsumexp)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
@@ -94,12 +94,11 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         keep_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
-        if keep_graph:
-            scaled = [None if grad is None else grad * grad_loss for grad in gradients]
-        else:
+        if not keep_graph:
             # Without a reference from here autograd takes the buffer as it is, without a copy.
             ctx.gradients = None
-            scaled = [None if grad is None else scale_(grad, grad_loss) for grad in gradients]
+        scaled = [_scaled(grad, grad_loss, not keep_graph) for grad in gradients]
+        del gradients
         return (*scaled, None, None, None, None)
 
 
@@ -108,7 +107,7 @@ class _SinglePass:
 
     def __init__(
         self,
-        hidden: Tensor,
+        hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         problem: HeadProblem,
@@ -116,60 +115,61 @@ class _SinglePass:
         needs: Sequence[bool],
         num_chunks: int,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.problem = hidden, weight, bias, problem
+        self.hidden = problem.gather_hidden(hidden_states)
+        self.weight, self.bias, self.problem = weight, bias, problem
         self.rows = gradient_rows
-        self.dtype = compute_dtype(hidden.dtype)
-        self.compact = hidden[gradient_rows]
-        self.labels = problem.labels[gradient_rows]
-        self.transform = problem.transform.rows(gradient_rows)
-        self.num_chunks = num_chunks
-        self.loss = torch.zeros((), dtype=self.dtype, device=hidden.device)
+        self.dtype = compute_dtype(weight.dtype)
+        self.loss = torch.zeros((), dtype=self.dtype, device=weight.device)
         self.parts: list[TokenStatistics] = []
-        self.grad_hidden = torch.empty_like(self.compact, dtype=self.dtype) if needs[0] else None
-        self.needs_weight = needs[1]
+        self.grad_hidden = HiddenGradient(problem, hidden_states) if needs[0] else None
         self.grad_weight: Tensor | None = None
-        if needs[1] and num_chunks != 1:
-            self.grad_weight = torch.zeros_like(weight, dtype=self.dtype)
+        if needs[1]:
+            # One chunk is one product, which sums in fp32 inside.
+            self.grad_weight = (
+                torch.empty_like(weight, memory_format=torch.contiguous_format)
+                if num_chunks == 1
+                else torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+            )
+        self.has_one_chunk = num_chunks == 1
         self.grad_bias: Tensor | None = None
         if needs[2] and bias is not None:
             self.grad_bias = torch.zeros_like(bias, dtype=self.dtype)
 
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden states, weight and bias, in their dtypes."""
+        reduce = self.problem.reduce_grad_weight
+        return (
+            None if self.grad_hidden is None else self.grad_hidden.finish(),
+            reduce(_to_dtype(self.grad_weight, self.weight.dtype)),
+            reduce(_to_dtype(self.grad_bias, self.weight.dtype)),
+        )
+
     def chunk(self, start: int, stop: int, loss: ChunkLoss) -> None:
         """Logits, statistics, loss and gradients of the rows [start, stop)."""
-        span = slice(start, stop)
-        hidden, labels, transform = (
-            self.compact[span],
-            self.labels[span],
-            self.transform.rows(span),
+        rows = self.rows[start:stop]
+        hidden = self.hidden[rows]
+        logits = LogitsChunk(
+            hidden,
+            self.weight,
+            self.problem.labels[rows],
+            self.problem.transform.rows(rows),
+            self.problem.tile(self.bias, 0, self.weight.shape[0]),
+            entropy=self.problem.entropy,
         )
-        logits = matmul(hidden, self.weight.t())
-        tile = self.problem.tile(self.bias, 0, self.weight.shape[0])
-        running = new_running_statistics(stop - start, self.dtype, hidden.device)
-        update_row_statistics(
-            running, logits, labels, transform, tile, entropy=self.problem.entropy
-        )
-        running = self.problem.merge_over_vocabulary(running)
+        running = self.problem.merge_over_vocabulary(logits.running)
         statistics = finish_statistics(running, self.problem.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
         self.loss += value
-        grad_logits = row_gradient(
-            logits,
-            labels,
-            statistics.logsumexp,
-            statistics.entropy,
-            gradients,
-            transform,
-            tile,
-        )
+        grad_logits = logits.gradient(statistics, gradients)
         if self.grad_hidden is not None:
-            self.grad_hidden[span] = matmul(grad_logits, self.weight)
-        if self.needs_weight and self.grad_weight is None:
-            self.grad_weight = matmul(grad_logits.t(), hidden)
+            self.grad_hidden.write(rows, grad_logits.times(self.weight), grad_logits.factors)
+        if self.grad_weight is not None and self.has_one_chunk:
+            grad_logits.transposed_times(hidden, out=self.grad_weight)
         elif self.grad_weight is not None:
-            add_matmul_(self.grad_weight, grad_logits.t(), hidden)
+            grad_logits.add_transposed_times(hidden, self.grad_weight)
         if self.grad_bias is not None:
-            self.grad_bias += grad_logits.sum(0, dtype=self.dtype)
+            self.grad_bias += grad_logits.column_sums()
 
     def all_statistics(self) -> TokenStatistics:
         """Statistics [T] of all the problem's rows; those without gradient get a forward now."""
@@ -221,6 +221,13 @@ def _to_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """tensor *= factor (a scalar tensor), in place, without waiting for the device."""
-    return tensor.mul_(factor)
+def _scaled(grad: Tensor | None, factor: Tensor, in_place: bool) -> Tensor | None:
+    """grad * factor (a scalar tensor), without waiting for the device."""
+    if grad is None or not in_place:
+        return None if grad is None else grad * factor
+    if can_run(grad):
+        from fastrl.kernels.row_scaling import scale_in_place
+
+        scale_in_place(grad, factor)
+        return grad
+    return grad.mul_(factor)

@@ -16,10 +16,23 @@ def matmul(
     b: Tensor,  # [K, N]
 ) -> Tensor:  # [M, N]
     """a b in `compute_dtype`, without rounding the result to the operands' dtype."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+    if _has_wide_results(a, b):
         return torch.mm(a, b, out_dtype=torch.float32)
     dtype = compute_dtype(b.dtype)
     return a.to(dtype) @ b.to(dtype)
+
+
+def matmul_rounded(
+    a: Tensor,  # [M, K]
+    b: Tensor,  # [K, N]
+    *,
+    out: Tensor,  # [M, N]
+) -> None:
+    """out = a b, summed in `compute_dtype` and rounded once to out's dtype."""
+    if _has_wide_results(a, b) and out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(matmul(a, b))
 
 
 def add_matmul_(
@@ -28,7 +41,12 @@ def add_matmul_(
     b: Tensor,  # [K, N]
 ) -> None:
     """total += a b, summed in `total`'s dtype."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+    if _has_wide_results(a, b):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _has_wide_results(a: Tensor, b: Tensor) -> bool:
+    """Whether a matrix product of these operands can give its fp32 sums as they are."""
+    return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)

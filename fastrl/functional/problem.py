@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor
 from fastrl.functional.matmul import compute_dtype
 from fastrl.functional.row_ops import LogitTransform, VocabularyTile
 from fastrl.functional.statistics import merge_running_statistics
-from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
+from fastrl.parallel import (
+    ParallelGroups,
+    gather_first_dim,
+    group_rank,
+    group_size,
+    vocab_shard,
+)
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -51,33 +57,15 @@ class HeadProblem:
         """[T, D]: all tokens' hidden states, gathered over `sp` where they are sharded."""
         if not self._splits_tokens:
             return hidden_states
-        whole = hidden_states.new_empty(self.num_tokens, hidden_states.shape[1])
-        dist.all_gather_into_tensor(whole, hidden_states.contiguous(), group=self.groups.sp)
-        return whole
+        assert self.groups.sp is not None
+        return gather_first_dim(hidden_states, self.groups.sp)
 
     def merge_over_vocabulary(self, statistics: Tensor) -> Tensor:  # [4, R]
         """Running statistics of the whole vocabulary: one all-gather over `tp`."""
         if self.groups.tp is None:
             return statistics
-        parts = statistics.new_empty(group_size(self.groups.tp), *statistics.shape)
-        dist.all_gather_into_tensor(parts, statistics, group=self.groups.tp)
-        return merge_running_statistics(parts)
-
-    def reduce_grad_hidden(
-        self, grad_hidden: Tensor | None, rows: Tensor, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Gradient of this rank's hidden states from compact rows [R, D] of partial sums."""
-        if grad_hidden is None:
-            return None
-        if self.groups.tp is not None and not self._splits_tokens:
-            # Compact and unrounded: fewer bytes than [T, D], and one rounding in all.
-            dist.all_reduce(grad_hidden, group=self.groups.tp)
-        if not self._splits_tokens:
-            return scatter_rows(grad_hidden.to(dtype), rows, self.num_tokens)
-        whole = scatter_rows(grad_hidden, rows, self.num_tokens)
-        local = whole.new_empty(self.num_tokens // group_size(self.groups.sp), whole.shape[1])
-        dist.reduce_scatter_tensor(local, whole, group=self.groups.sp)
-        return local.to(dtype)
+        parts = gather_first_dim(statistics, self.groups.tp)
+        return merge_running_statistics(parts.view(group_size(self.groups.tp), *statistics.shape))
 
     def reduce_grad_weight(self, grad: Tensor | None) -> Tensor | None:
         """Gradient of a replicated weight under `sp`: summed over the slices of the tokens."""

@@ -6,10 +6,12 @@ Each has a plain PyTorch version, for any device and dtype, and a Triton kernel 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastrl import kernels
 from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
 
 
@@ -75,6 +77,11 @@ def update_row_statistics(
     """
     if tile.num_columns == 0:
         return
+    if kernels.can_run(logits):
+        from fastrl.kernels.row_statistics import update_row_statistics as kernel
+
+        kernel(statistics, logits, labels, entropy=entropy, **kernel_arguments(transform, tile))
+        return
     z, _ = _transformed(logits, transform, tile)
     maximum = torch.maximum(statistics[MAX], z.amax(1))
     shift = finite_or_zero(maximum)
@@ -102,12 +109,39 @@ def row_gradient(
     gradients: RowGradients,
     transform: LogitTransform,
     tile: VocabularyTile,
+    *,
+    operand_dtype: torch.dtype,
 ) -> Tensor:  # [R, S]
-    """Gradient of the raw products x of a tile.
+    """Gradient of the raw products x of a tile, destroying `logits`.
 
     dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), then through
     temperature, cap and scale. Columns of padding get exactly 0.
+
+    Args:
+        logits: fp32 (fp64) products; the result may lie in their memory.
+        labels: int64; labels outside of this tile match nothing.
+        logsumexp: over the whole vocabulary, like `entropy`.
+        entropy: None without a gradient of it.
+        gradients: upstream.
+        transform: how products become z.
+        tile: where the tile lies.
+        operand_dtype: of the matrices that the result is to be multiplied with. On a GPU, which
+            multiplies equal dtypes only, the result is rounded to it.
     """
+    if kernels.can_run(logits):
+        from fastrl.kernels.row_gradient import row_gradient as kernel
+
+        return kernel(
+            logits,
+            labels,
+            logsumexp,
+            entropy,
+            gradients.logprobs,
+            gradients.logsumexp,
+            gradients.entropy,
+            out_dtype=operand_dtype,
+            **kernel_arguments(transform, tile),
+        )
     if tile.num_columns == 0:
         return torch.zeros_like(logits)
     z, cap_slope = _transformed(logits, transform, tile)
@@ -133,6 +167,18 @@ def row_gradient(
     if transform.logit_scale != 1.0:
         dz *= transform.logit_scale
     return torch.nn.functional.pad(dz, (0, logits.shape[1] - tile.num_columns))
+
+
+def kernel_arguments(transform: LogitTransform, tile: VocabularyTile) -> dict[str, Any]:
+    """The keyword arguments that all kernels of logits share."""
+    return {
+        "first_column": tile.first_column,
+        "num_columns": tile.num_columns,
+        "bias": tile.bias,
+        "temperature": transform.temperature,
+        "softcap": transform.softcap,
+        "logit_scale": transform.logit_scale,
+    }
 
 
 def _label_columns(labels: Tensor, tile: VocabularyTile) -> tuple[Tensor, Tensor]:

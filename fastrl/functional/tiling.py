@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from fastrl.functional.matmul import compute_dtype
-
 # Rows and columns of a tile are multiples of this where the bounds allow: a GEMM's tile.
-ALIGNMENT = 128
+ALIGNMENT = 256
 # A `recompute` tile needs no more than this to keep the GEMMs at full speed.
-RECOMPUTE_TILE_BYTES = 128 * 2**20
-RECOMPUTE_TILE_ROWS = 16384
+RECOMPUTE_TILE_BYTES = 72 * 2**20
+RECOMPUTE_TILE_ROWS = 8192
 # Below this many rows a chunk's fp32 update of grad_weight costs more than recomputing logits.
 SINGLE_PASS_MIN_ROWS = 1024
 
@@ -29,47 +25,39 @@ class Tiling:
 def recompute_tiling(
     num_rows: int,
     num_columns: int,
-    dtype: torch.dtype,
+    itemsize: int,
     chunk_size: int | None,
     max_logits_bytes: int,
 ) -> Tiling:
-    """Row and column bounds of the tiles of `recompute` and of every forward without gradient."""
-    element_size = compute_dtype(dtype).itemsize
-    rows = min(
-        num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // element_size, 1)
-    )
+    """Row and column bounds of even tiles of elements of `itemsize` bytes."""
+    rows = min(num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // itemsize, 1))
     rows = even_chunk(num_rows, max(rows, 1))
-    columns = min(max_logits_bytes, RECOMPUTE_TILE_BYTES) // (element_size * max(rows, 1))
-    columns = max(columns, 1)
-    if columns >= num_columns:
-        return Tiling(rows, max(num_columns, 1))
-    if columns >= ALIGNMENT:
-        columns = columns // ALIGNMENT * ALIGNMENT
-    return Tiling(rows, columns)
+    columns = min(max_logits_bytes, RECOMPUTE_TILE_BYTES) // (itemsize * max(rows, 1))
+    return Tiling(rows, even_chunk(num_columns, max(columns, 1)))
 
 
 def single_pass_rows(
-    num_columns: int, dtype: torch.dtype, chunk_size: int | None, max_logits_bytes: int
+    num_columns: int, itemsize: int, chunk_size: int | None, max_logits_bytes: int
 ) -> int:
-    """Most rows whose whole logits, for hidden states of `dtype`, fit the bounds; at least 1."""
-    rows = max(max_logits_bytes // (compute_dtype(dtype).itemsize * max(num_columns, 1)), 1)
+    """Most rows of elements of `itemsize` bytes that fit the bounds; at least 1."""
+    rows = max(max_logits_bytes // (itemsize * max(num_columns, 1)), 1)
     return rows if chunk_size is None else min(rows, chunk_size)
 
 
 def chunk_rows(
     num_rows: int,
     num_columns: int,
-    dtype: torch.dtype,
+    itemsize: int,
     chunk_size: int | None,
     max_logits_bytes: int,
     document_ends: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """Ends of even chunks of rows whose logits fit the bounds.
+    """Ends of even chunks of rows whose logits, of `itemsize` bytes each, fit the bounds.
 
     With `document_ends` (cumulative rows at the end of each document) chunks hold whole documents;
     None if a document alone exceeds the bounds.
     """
-    most = single_pass_rows(num_columns, dtype, chunk_size, max_logits_bytes)
+    most = single_pass_rows(num_columns, itemsize, chunk_size, max_logits_bytes)
     if document_ends is None:
         step = even_chunk(num_rows, most)
         return [min(start + step, num_rows) for start in range(0, num_rows, step)]

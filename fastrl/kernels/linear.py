@@ -1,0 +1,301 @@
+"""Products of hidden states and weight that never leave the chip as logits.
+
+Each function is a GEMM with an epilogue (`linear_kernel`) and stands for a product followed by a
+row kernel: `linear_statistics` for `update_row_statistics`, `linear_gradient` for `row_gradient`.
+`linear_exponentials` is the first half of a gradient; its second half is in `exponentials`.
+
+All of them need 16-bit operands with rows that TMA can read (`kernels.can_run_fused`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastrl.kernels.linear_kernel import EXPONENTIALS, GRADIENT, STATISTICS, linear_kernel
+from fastrl.kernels.merge import merge_partial_statistics
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile of the product, depth of a step, and how many row tiles go through the columns."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    group: int = 16
+    num_stages: int = 4
+    num_warps: int = 8
+
+
+BLOCKS = Blocks()
+# Bounds the partial statistics of one launch, 12 bytes a row and column tile.
+MAX_PARTIAL_BYTES = 48 * 2**20
+
+
+def linear_statistics(
+    statistics: Tensor,  # [4, R] fp32
+    hidden_states: Tensor,  # [R, D]
+    weight: Tensor,  # [S, D]
+    labels: Tensor,  # [R]
+    *,
+    first_column: int,
+    num_columns: int,
+    bias: Tensor | None,  # [S]
+    temperature: float | Tensor,  # scalar or [R]
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+) -> None:
+    """`update_row_statistics` of h W^T, without the product in memory.
+
+    Args:
+        statistics: merged into, in place.
+        hidden_states: bf16 or fp16, of 8 n columns.
+        weight: a slab of rows of the whole weight, same dtype.
+        labels: int64, of the whole vocabulary.
+        first_column: vocabulary index of the slab's first row.
+        num_columns: rows of the slab from here on are padding.
+        bias: of the slab.
+        temperature: positive.
+        softcap: bound of tanh, None for none.
+        logit_scale: factor on h W^T + b, not 0.
+        entropy: whether u is kept.
+    """
+    num_rows = hidden_states.shape[0]
+    if num_rows == 0 or num_columns == 0:
+        return
+    tiles = triton.cdiv(weight.shape[0], BLOCKS.columns)
+    most_rows = max(MAX_PARTIAL_BYTES // (12 * tiles) // BLOCKS.rows, 1) * BLOCKS.rows
+    step = triton.cdiv(num_rows, triton.cdiv(num_rows, most_rows))
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        part = statistics[:, rows]
+        partials = _new_partials(tiles, part)
+        _launch(
+            STATISTICS.value,
+            hidden_states[rows],
+            weight,
+            labels[rows],
+            None,
+            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
+            first_column=first_column,
+            num_columns=num_columns,
+            bias=bias,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            HAS_ENTROPY=entropy,
+            label_logits=part[3],
+            partials=partials,
+        )
+        merge_partial_statistics(part, partials, entropy=entropy)
+
+
+def linear_exponentials(
+    statistics: Tensor,  # [4, R] fp32
+    output: Tensor,  # [R, S] bf16
+    hidden_states: Tensor,  # [R, D] bf16
+    weight: Tensor,  # [S, D]
+    labels: Tensor,  # [R]
+    *,
+    first_column: int,
+    num_columns: int,
+    bias: Tensor | None,  # [S]
+    temperature: float | Tensor,  # scalar or [R]
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+) -> Tensor:  # [tiles, 3, R] fp32
+    """`linear_statistics` that also stores the exponentials of the logits, relative to a reference.
+
+        output = e^(z - reference),  times the slope of the cap if there is one
+
+    The reference of a row and column tile is a power of two (of e^z), the same for all tiles of
+    nearly every row, so that the exponentials keep their relative precision in bf16 whatever the
+    logits are. The gradient of the loss is output times a number a row: see `exponentials`.
+
+    Args:
+        statistics: merged into, in place.
+        output: written, with 0 in the columns of padding; rows 16-byte aligned.
+        hidden_states: the remaining arguments are those of `linear_statistics`.
+        weight: a slab of rows of the whole weight.
+        labels: of the whole vocabulary.
+        first_column: vocabulary index of the slab's first row.
+        num_columns: rows of the slab from here on are padding.
+        bias: of the slab.
+        temperature: positive.
+        softcap: bound of tanh, None for none.
+        logit_scale: factor on h W^T + b, not 0.
+        entropy: whether u is kept.
+
+    Returns:
+        The tiles' references (in nats), s and u.
+    """
+    assert output.dtype == torch.bfloat16, "other 16-bit floats have too few exponents"
+    partials = _new_partials(triton.cdiv(weight.shape[0], BLOCKS.columns), statistics)
+    if hidden_states.shape[0] == 0:
+        return partials
+    _launch(
+        EXPONENTIALS.value,
+        hidden_states,
+        weight,
+        labels,
+        output,
+        temperature=temperature,
+        first_column=first_column,
+        num_columns=num_columns,
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        HAS_ENTROPY=entropy,
+        label_logits=statistics[3],
+        partials=partials,
+    )
+    merge_partial_statistics(statistics, partials, entropy=entropy)
+    return partials
+
+
+def linear_gradient(
+    output: Tensor,  # [R, S] bf16 or fp16
+    hidden_states: Tensor,  # [R, D]
+    weight: Tensor,  # [S, D]
+    labels: Tensor,  # [R]
+    logsumexp: Tensor,  # [R]
+    entropy: Tensor | None,  # [R]
+    grad_logprobs: Tensor,  # [R]
+    grad_logsumexp: Tensor | None,  # [R]
+    grad_entropy: Tensor | None,  # [R]
+    *,
+    first_column: int,
+    num_columns: int,
+    bias: Tensor | None,  # [S]
+    temperature: float | Tensor,  # scalar or [R]
+    softcap: float | None,
+    logit_scale: float,
+) -> None:
+    """`row_gradient` of h W^T, rounded once, without the product in memory.
+
+    Args:
+        output: written, with 0 in the columns of padding; rows 16-byte aligned.
+        hidden_states: bf16 or fp16.
+        weight: a slab of rows of the whole weight, same dtype.
+        labels: int64, of the whole vocabulary.
+        logsumexp: of z over the whole vocabulary, fp32.
+        entropy: fp32, needed with `grad_entropy`.
+        grad_logprobs: upstream gradient, fp32; so are the other two, None is zero.
+        grad_logsumexp: upstream gradient.
+        grad_entropy: upstream gradient.
+        first_column: vocabulary index of the slab's first row.
+        num_columns: rows of the slab from here on are padding.
+        bias: of the slab.
+        temperature: positive.
+        softcap: bound of tanh, None for none.
+        logit_scale: factor on h W^T + b, not 0.
+    """
+    if hidden_states.shape[0] == 0:
+        return
+    assert grad_entropy is None or entropy is not None
+    _launch(
+        GRADIENT.value,
+        hidden_states,
+        weight,
+        labels,
+        output,
+        temperature=temperature,
+        first_column=first_column,
+        num_columns=num_columns,
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        HAS_ENTROPY=grad_entropy is not None,
+        logsumexp=logsumexp.contiguous(),
+        entropy=None if grad_entropy is None or entropy is None else entropy.contiguous(),
+        grad_logprobs=grad_logprobs.contiguous(),
+        grad_logsumexp=None if grad_logsumexp is None else grad_logsumexp.contiguous(),
+        grad_entropy=None if grad_entropy is None else grad_entropy.contiguous(),
+    )
+
+
+def _new_partials(tiles: int, statistics: Tensor) -> Tensor:
+    return statistics.new_empty(tiles, 3, statistics.shape[1])
+
+
+def _launch(
+    epilogue: int,
+    hidden_states: Tensor,  # [R, D]
+    weight: Tensor,  # [S, D]
+    labels: Tensor,  # [R]
+    output: Tensor | None,  # [R, S]
+    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    bias: Tensor | None,
+    **others: Any,
+) -> None:
+    """One launch; what an epilogue does not use is None."""
+    assert logit_scale != 0.0, "logits of a zero scale have no order"
+    blocks = BLOCKS
+    num_rows, depth = hidden_states.shape
+    row_temperature = isinstance(temperature, Tensor)
+    tiles = triton.cdiv(num_rows, blocks.rows) * triton.cdiv(weight.shape[0], blocks.columns)
+    unused = dict.fromkeys(
+        (
+            "label_logits",
+            "partials",
+            "logsumexp",
+            "entropy",
+            "grad_logprobs",
+            "grad_logsumexp",
+            "grad_entropy",
+        )
+    )
+    linear_kernel[(min(tiles, num_multiprocessors(hidden_states.device)),)](
+        hidden=TensorDescriptor.from_tensor(_aligned(hidden_states), [blocks.rows, blocks.depth]),
+        weight=TensorDescriptor.from_tensor(_aligned(weight), [blocks.columns, blocks.depth]),
+        output=None
+        if output is None
+        else TensorDescriptor.from_tensor(output, [blocks.rows, blocks.columns // 2]),
+        labels=labels.contiguous(),
+        bias=bias,
+        temperature=temperature.contiguous() if row_temperature else float(temperature),
+        num_rows=num_rows,
+        total_columns=weight.shape[0],
+        depth=depth,
+        softcap=0.0 if softcap is None else float(softcap),
+        logit_scale=float(logit_scale),
+        EPILOGUE=epilogue,
+        HAS_BIAS=bias is not None,
+        ROW_TEMPERATURE=row_temperature,
+        HAS_SOFTCAP=softcap is not None,
+        # tanh is odd: with a cap the sign is inside of it.
+        NEGATIVE_SCALE=logit_scale < 0 and softcap is None,
+        HAS_GRAD_LOGSUMEXP=others.get("grad_logsumexp") is not None,
+        BLOCK_R=blocks.rows,
+        BLOCK_V=blocks.columns,
+        BLOCK_D=blocks.depth,
+        GROUP=blocks.group,
+        num_stages=blocks.num_stages,
+        num_warps=blocks.num_warps,
+        **(unused | others),
+    )
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy if TMA cannot read it: a view into the middle of something."""
+    fits = matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    return matrix if fits else matrix.contiguous().clone()
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Programs that run at the same time when each fills a multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,181 @@
+"""One persistent GEMM, h W^T, with three epilogues that keep the logits inside the chip.
+
+The grid has one program a multiprocessor; each walks over tiles [BLOCK_R, BLOCK_V] of the product
+in an order that reads the weight once and finds the hidden states in the L2 cache. Operands come
+by TMA, products accumulate in fp32 registers, and of these an epilogue makes
+
+- STATISTICS: m, s, u of the tile's rows (and z[label]): 12 bytes a row and tile written;
+- EXPONENTIALS: the same, and 2^(x - reference) in 16 bits, where reference is a power of two that
+  rows rarely change from tile to tile: 2 bytes an element written;
+- GRADIENT: dz from the statistics of whole rows, in 16 bits.
+
+Inside, logits are in units of log 2, so that an exponential is one instruction.
+"""
+
+import triton
+import triton.language as tl
+
+from fastrl.kernels.transform import LN_2, LOG2_E, LOWEST, as_fp32, tanh_and_slope
+
+STATISTICS = tl.constexpr(0)
+EXPONENTIALS = tl.constexpr(1)
+GRADIENT = tl.constexpr(2)
+# References are multiples of this: exponentials of a row whose logits stay within 2^-64 .. 2^64
+# (44 nats) share the reference 0, and every element within 2^-62 of the largest keeps full bf16
+# precision.
+REFERENCE_STEP = tl.constexpr(128.0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "total_columns", "num_columns", "depth", "first_column"])
+def linear_kernel(
+    hidden,  # descriptor of [R, D]
+    weight,  # descriptor of [S, D]
+    output,  # descriptor of [R, S], or None
+    labels,  # [R]
+    bias,  # [S]
+    temperature,  # [R] or a number
+    label_logits,  # [R] z[label] in nats
+    partials,  # [tiles, 3, R] reference (nats), s, u of a tile
+    logsumexp,  # [R], this and what follows: for GRADIENT
+    entropy,  # [R]
+    grad_logprobs,  # [R]
+    grad_logsumexp,  # [R]
+    grad_entropy,  # [R]
+    num_rows,
+    total_columns,
+    num_columns,
+    depth,
+    first_column,
+    softcap,
+    logit_scale,
+    EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_GRAD_LOGSUMEXP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One loop over the depth steps of all tiles of this program, an epilogue after a tile's last.
+
+    A single loop lets the loads of the next tile run while an epilogue works on the last one.
+    GROUP row tiles together go through the columns.
+    """
+    tiles_r = tl.cdiv(num_rows, BLOCK_R)
+    tiles_v = tl.cdiv(total_columns, BLOCK_V)
+    tiles_d = tl.cdiv(depth, BLOCK_D)
+    group_tiles = GROUP * tiles_v
+    softcap = as_fp32(softcap)
+    logit_scale = as_fp32(logit_scale)
+    num_programs = tl.num_programs(0)
+    tile = tl.program_id(0) - num_programs
+    num_tiles = tl.cdiv(tiles_r * tiles_v - tl.program_id(0), num_programs)
+    tile_d = tiles_d - 1
+    tile_r = 0
+    tile_v = 0
+    product = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+    for _ in range(num_tiles * tiles_d):
+        tile_d = tl.where(tile_d == tiles_d - 1, 0, tile_d + 1)
+        if tile_d == 0:
+            tile += num_programs
+            first_r = (tile // group_tiles) * GROUP
+            group_size = tl.minimum(tiles_r - first_r, GROUP)
+            tile_r = first_r + (tile % group_tiles) % group_size
+            tile_v = (tile % group_tiles) // group_size
+        h = hidden.load([tile_r * BLOCK_R, tile_d * BLOCK_D])
+        w = weight.load([tile_v * BLOCK_V, tile_d * BLOCK_D])
+        product = tl.dot(h, w.T, product)
+        if tile_d == tiles_d - 1:
+            rows = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+            row_mask = rows < num_rows
+            first = tile_v * BLOCK_V
+            columns = first + tl.arange(0, BLOCK_V)
+            if ROW_TEMPERATURE:
+                row_temperature = tl.load(temperature + rows, mask=row_mask, other=1.0)
+                inverse_temperature = 1.0 / row_temperature.to(tl.float32)[:, None]
+            else:
+                inverse_temperature = 1.0 / as_fp32(temperature)
+            if HAS_BIAS:
+                column_bias = tl.load(bias + columns, mask=columns < num_columns, other=0.0)
+                product += column_bias.to(tl.float32)[None, :]
+            slope = logit_scale * inverse_temperature
+            scale = slope
+            if HAS_SOFTCAP:
+                product, cap_slope = tanh_and_slope(product * (logit_scale / softcap))
+                scale = inverse_temperature * softcap
+            # From here on product * scale is the logit, and product * factor that in units of log 2.
+            factor = scale * LOG2_E
+            if first + BLOCK_V > num_columns:
+                lowest = float("inf") if NEGATIVE_SCALE else float("-inf")
+                product = tl.where((columns < num_columns)[None, :], product, lowest)
+            label = tl.load(labels + rows, mask=row_mask, other=-1) - first_column
+            label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
+            label -= first
+            has_label = (label >= 0) & (label < BLOCK_V)
+            any_label = tl.max(has_label.to(tl.int32), 0) > 0
+            is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+            if EPILOGUE == GRADIENT:
+                lse = tl.load(logsumexp + rows, mask=row_mask, other=0.0)
+                lse = tl.where(lse == float("-inf"), 0.0, lse)
+                g_logprob = tl.load(grad_logprobs + rows, mask=row_mask, other=0.0)
+                g_p = -g_logprob
+                if HAS_GRAD_LOGSUMEXP:
+                    g_p += tl.load(grad_logsumexp + rows, mask=row_mask, other=0.0)
+                shifted = product * factor - (lse * LOG2_E)[:, None]
+                gradient = tl.exp2(shifted)
+                if HAS_ENTROPY:
+                    g_entropy = tl.load(grad_entropy + rows, mask=row_mask, other=0.0)
+                    g_p -= g_entropy * tl.load(entropy + rows, mask=row_mask, other=0.0)
+                    log_p = tl.maximum(shifted, LOWEST)
+                    gradient *= (g_p[:, None] * slope) - (
+                        g_entropy[:, None] * (slope * LN_2)
+                    ) * log_p
+                else:
+                    gradient *= g_p[:, None] * slope
+                if any_label:
+                    gradient += tl.where(is_label, g_logprob[:, None] * slope, 0.0)
+                if HAS_SOFTCAP:
+                    gradient *= cap_slope
+                _store_halves(output, gradient, tile_r * BLOCK_R, first)
+            else:
+                row_factor = tl.reshape(tl.full((BLOCK_R, 1), 1.0, tl.float32) * factor, (BLOCK_R,))
+                if any_label:
+                    picked = tl.sum(tl.where(is_label, product * scale, 0.0), 1)
+                    tl.store(label_logits + rows, picked, mask=row_mask & has_label)
+                if NEGATIVE_SCALE:
+                    top = tl.min(product, 1) * row_factor
+                else:
+                    top = tl.max(product, 1) * row_factor
+                is_empty = top == float("-inf")
+                reference = top
+                if EPILOGUE == EXPONENTIALS:
+                    reference = tl.floor(top * (1.0 / REFERENCE_STEP) + 0.5) * REFERENCE_STEP
+                reference = tl.where(is_empty, 0.0, reference)
+                shifted = product * factor - reference[:, None]
+                exponential = tl.exp2(shifted)
+                target = partials + (tile_v * 3).to(tl.int64) * num_rows + rows
+                nats = tl.where(is_empty, float("-inf"), reference * LN_2)
+                tl.store(target, nats, mask=row_mask)
+                tl.store(target + num_rows, tl.sum(exponential, 1), mask=row_mask)
+                if HAS_ENTROPY:
+                    sum_shifted = tl.sum(tl.maximum(shifted, LOWEST) * exponential, 1) * LN_2
+                    tl.store(target + 2 * num_rows, sum_shifted, mask=row_mask)
+                if EPILOGUE == EXPONENTIALS:
+                    if HAS_SOFTCAP:
+                        exponential *= cap_slope
+                    _store_halves(output, exponential, tile_r * BLOCK_R, first)
+            product = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+
+
+@triton.jit
+def _store_halves(output, tile, row, column):
+    """Stores a tile as two halves: less shared memory beside the operands' pipeline."""
+    BLOCK_R: tl.constexpr = tile.shape[0]
+    HALF: tl.constexpr = tile.shape[1] // 2
+    left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_R, 2, HALF)), (0, 2, 1)))
+    output.store([row, column], left.to(output.dtype))
+    output.store([row, column + HALF], right.to(output.dtype))

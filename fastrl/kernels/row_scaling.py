@@ -1,0 +1,170 @@
+"""Small passes over [R, D]: rows times numbers, scattered to their tokens; sums of columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def scale_rows(
+    values: Tensor,  # [R, D]
+    factors: Tensor,  # [R]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [R, D]
+    """values * factors[:, None], computed in fp32 and rounded once."""
+    output = torch.empty(values.shape, dtype=out_dtype, device=values.device)
+    _launch_rows(output, values, factors, None)
+    return output
+
+
+def scatter_scaled_rows(
+    output: Tensor,  # [T, D]
+    values: Tensor,  # [R, D]
+    factors: Tensor | None,  # [R]
+    rows: Tensor,  # [R]
+) -> None:
+    """output[rows] = values * factors[:, None], computed in fp32 and rounded once; None is 1."""
+    _launch_rows(output, values, factors, rows)
+
+
+def _launch_rows(
+    output: Tensor, values: Tensor, factors: Tensor | None, rows: Tensor | None
+) -> None:
+    num_rows, depth = values.shape
+    if num_rows == 0 or depth == 0:
+        return
+    assert values.stride(1) == 1 or depth == 1
+    assert output.stride(1) == 1 or depth == 1
+    block = min(4096, triton.next_power_of_2(depth))
+    _rows_kernel[(num_rows, triton.cdiv(depth, block))](
+        output=output,
+        values=values,
+        factors=factors,
+        rows=rows,
+        output_stride=output.stride(0),
+        values_stride=values.stride(0),
+        depth=depth,
+        HAS_FACTORS=factors is not None,
+        HAS_ROWS=rows is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _rows_kernel(
+    output,  # [T, D]
+    values,  # [R, D]
+    factors,  # [R]
+    rows,  # [R]
+    output_stride,
+    values_stride,
+    depth,
+    HAS_FACTORS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row and block of it."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < depth
+    scaled = tl.load(values + row * values_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        scaled *= tl.load(factors + row)
+    target = row
+    if HAS_ROWS:
+        target = tl.load(rows + row)
+    scaled = scaled.to(output.dtype.element_ty)
+    tl.store(output + target * output_stride + columns, scaled, mask=mask)
+
+
+def scale_in_place(
+    tensor: Tensor,  # any shape, contiguous
+    factor: Tensor,  # scalar
+) -> None:
+    """tensor *= factor. A factor of exactly 1 is seen on the device and costs one launch.
+
+    The upstream gradient of a loss is nearly always 1, and the host must not wait to know it.
+    """
+    assert tensor.is_contiguous()
+    if tensor.numel() == 0:
+        return
+    block = 4096
+    num_programs = min(triton.cdiv(tensor.numel(), block), 1056)
+    _scale_kernel[(num_programs,)](
+        tensor=tensor, factor=factor, size=tensor.numel(), BLOCK=block, num_warps=4
+    )
+
+
+@triton.jit
+def _scale_kernel(
+    tensor,
+    factor,
+    size,
+    BLOCK: tl.constexpr,
+):
+    """A grid-strided pass, or none."""
+    number = tl.load(factor).to(tl.float32)
+    if number != 1.0:
+        num_programs = tl.num_programs(0).to(tl.int64)
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, tl.cast(size, tl.int64), num_programs * BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            mask = index < size
+            scaled = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * number
+            tl.store(tensor + index, scaled.to(tensor.dtype.element_ty), mask=mask)
+
+
+def column_sums(
+    matrix: Tensor,  # [R, S]
+    factors: Tensor | None,  # [R]
+) -> Tensor:  # [S] fp32
+    """sum over rows of matrix * factors[:, None], in an order that depends on the shape alone."""
+    num_rows, num_columns = matrix.shape
+    sums = torch.zeros(num_columns, dtype=torch.float32, device=matrix.device)
+    if num_rows == 0 or num_columns == 0:
+        return sums
+    assert matrix.stride(1) == 1 or num_columns == 1
+    _column_sums_kernel[(triton.cdiv(num_columns, 128),)](
+        sums=sums,
+        matrix=matrix,
+        factors=factors,
+        matrix_stride=matrix.stride(0),
+        num_rows=num_rows,
+        num_columns=num_columns,
+        HAS_FACTORS=factors is not None,
+        BLOCK_ROWS=64,
+        BLOCK_COLUMNS=128,
+        num_warps=4,
+    )
+    return sums
+
+
+@triton.jit
+def _column_sums_kernel(
+    sums,  # [S]
+    matrix,  # [R, S]
+    factors,  # [R]
+    matrix_stride,
+    num_rows,
+    num_columns,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """One program walks down some columns."""
+    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column_mask = columns < num_columns
+    total = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    for start in range(0, num_rows, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        row_mask = rows < num_rows
+        mask = row_mask[:, None] & column_mask[None, :]
+        address = rows.to(tl.int64)[:, None] * matrix_stride + columns[None, :]
+        tile = tl.load(matrix + address, mask=mask, other=0.0).to(tl.float32)
+        if HAS_FACTORS:
+            tile *= tl.load(factors + rows, mask=row_mask, other=0.0)[:, None]
+        total += tl.sum(tile, 0)
+    tl.store(sums + columns, total, mask=column_mask)

@@ -1,0 +1,175 @@
+"""Running statistics of rows of logits: one read of the logits, nothing of their size written."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastrl.kernels.merge import merge_partial_statistics
+from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
+
+# Below this many rows one program a row leaves multiprocessors idle, and rows are split.
+ROWS_TO_FILL_A_DEVICE = 512
+
+
+def update_row_statistics(
+    statistics: Tensor,  # [4, R] fp32, rows of it contiguous
+    logits: Tensor,  # [R, S]
+    labels: Tensor,  # [R]
+    *,
+    first_column: int,
+    num_columns: int,
+    bias: Tensor | None,  # [S]
+    temperature: float | Tensor,  # scalar or [R]
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+) -> None:
+    """Merges a tile of the vocabulary into the running statistics, in place.
+
+    z = cap(logit_scale (x + bias)) / temperature; statistics are m = max z, s = sum e^(z-m),
+    u = sum (z-m) e^(z-m) and z[label], of the columns so far. One program reads one row (or one
+    of several parts of a row, merged by a second kernel): 4 S bytes a row.
+
+    Args:
+        statistics: m = -inf, s = u = 0 before the first tile.
+        logits: fp32 raw products x; rows may be strided, columns are not.
+        labels: int64, of the whole vocabulary; one that is not in this tile matches nothing.
+        first_column: vocabulary index of the tile's first column.
+        num_columns: columns from here on are padding and are not read.
+        bias: of this tile's columns, any float dtype.
+        temperature: positive.
+        softcap: bound of tanh, None for none.
+        logit_scale: factor on x + bias.
+        entropy: whether u is kept.
+    """
+    num_rows = logits.shape[0]
+    if num_rows == 0 or num_columns == 0:
+        return
+    assert logits.stride(1) == 1 or logits.shape[1] == 1
+    assert statistics.stride(1) == 1 or num_rows == 1
+    block = min(4096, max(triton.next_power_of_2(num_columns), 128))
+    num_parts = 1
+    if num_rows < ROWS_TO_FILL_A_DEVICE:
+        num_parts = min(
+            triton.cdiv(ROWS_TO_FILL_A_DEVICE, num_rows), triton.cdiv(num_columns, block)
+        )
+    partials = statistics
+    if num_parts > 1:
+        partials = statistics.new_empty(num_parts, 3, num_rows)
+    row_temperature = isinstance(temperature, Tensor)
+    _row_statistics_kernel[(num_rows, num_parts)](
+        statistics=statistics,
+        partials=partials,
+        logits=logits,
+        labels=labels,
+        bias=bias,
+        temperature=temperature if row_temperature else float(temperature),
+        statistics_stride=statistics.stride(0),
+        logits_stride=logits.stride(0),
+        labels_stride=labels.stride(0),
+        num_rows=num_rows,
+        first_column=first_column,
+        num_columns=num_columns,
+        columns_per_part=triton.cdiv(triton.cdiv(num_columns, block), num_parts) * block,
+        softcap=0.0 if softcap is None else float(softcap),
+        logit_scale=float(logit_scale),
+        HAS_BIAS=bias is not None,
+        ROW_TEMPERATURE=row_temperature,
+        HAS_SOFTCAP=softcap is not None,
+        ENTROPY=entropy,
+        IS_PARTIAL=num_parts > 1,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+    )
+    if num_parts > 1:
+        merge_partial_statistics(statistics, partials, entropy=entropy)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_column", "statistics_stride"])
+def _row_statistics_kernel(
+    statistics,  # [4, R]
+    partials,  # [num_parts, 3, R]
+    logits,  # [R, S]
+    labels,  # [R]
+    bias,  # [S]
+    temperature,  # [R] or a number
+    statistics_stride,
+    logits_stride,
+    labels_stride,
+    num_rows,
+    first_column,
+    num_columns,
+    columns_per_part,
+    softcap,
+    logit_scale,
+    HAS_BIAS: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Walks over a row in blocks with the online rescaling of a running maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    num_rows = tl.cast(num_rows, tl.int64)
+    softcap = as_fp32(softcap)
+    logit_scale = as_fp32(logit_scale)
+    if ROW_TEMPERATURE:
+        inverse_temperature = 1.0 / tl.load(temperature + row).to(tl.float32)
+    else:
+        inverse_temperature = 1.0 / as_fp32(temperature)
+    logits += row * logits_stride
+    statistics += row
+    statistics_stride = tl.cast(statistics_stride, tl.int64)
+    if IS_PARTIAL:
+        maximum = tl.full((), float("-inf"), tl.float32)
+        sum_exp = tl.full((), 0.0, tl.float32)
+        sum_shifted = tl.full((), 0.0, tl.float32)
+    else:
+        maximum = tl.load(statistics)
+        sum_exp = tl.load(statistics + statistics_stride)
+        sum_shifted = tl.load(statistics + 2 * statistics_stride)
+    begin = part * columns_per_part
+    end = tl.minimum(begin + columns_per_part, num_columns)
+    for start in range(begin, end, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < end
+        x = tl.load(logits + columns, mask=mask, other=0.0)
+        if HAS_BIAS:
+            x += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+        z, _ = logit_and_slope(x, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
+        z = tl.where(mask, z, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(z, 0))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        shifted = z - shift
+        exp = tl.exp2(shifted * LOG2_E)
+        old_shift = maximum - shift
+        old_scale = tl.exp2(old_shift * LOG2_E)
+        sum_exp *= old_scale
+        if ENTROPY:
+            sum_shifted = sum_shifted * old_scale + tl.where(sum_exp > 0, old_shift * sum_exp, 0.0)
+            sum_shifted += tl.sum(tl.where(exp > 0, shifted * exp, 0.0), 0)
+        sum_exp += tl.sum(exp, 0)
+        maximum = new_maximum
+    if IS_PARTIAL:
+        partials += part * 3 * num_rows + row
+        tl.store(partials, maximum)
+        tl.store(partials + num_rows, sum_exp)
+        if ENTROPY:
+            tl.store(partials + 2 * num_rows, sum_shifted)
+    else:
+        tl.store(statistics, maximum)
+        tl.store(statistics + statistics_stride, sum_exp)
+        if ENTROPY:
+            tl.store(statistics + 2 * statistics_stride, sum_shifted)
+    label = (tl.load(labels + row * labels_stride) - first_column).to(tl.int32)
+    if (label >= begin) & (label < end):
+        x = tl.load(logits + label)
+        if HAS_BIAS:
+            x += tl.load(bias + label).to(tl.float32)
+        z, _ = logit_and_slope(x, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
+        tl.store(statistics + 3 * statistics_stride, z)
