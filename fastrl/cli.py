@@ -14,11 +14,14 @@ from pathlib import Path
 
 from fastrl.config.base import UserError
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells have it."""
+
 _OVERRIDES = "changes of the config, such as phases.1.steps=20 or model.hidden_size=96"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 a mistake of the user's.
+    """Runs one command and returns its exit code: 0 done, 2 a mistake of the user's, 130 Ctrl-C.
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
@@ -38,12 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"fastrl: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from fastrl.training.commands import train
 
-    return train(arguments.config, arguments.run_dir, arguments.overrides)
+    return train(arguments.config, arguments.run_dir, arguments.overrides, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -91,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
     train.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="where everything is written"
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on with the stopped run that is in DIR"
     )
     _add_overrides(train)
     train.set_defaults(command=_train)

@@ -82,13 +82,17 @@ def test_overrides_stand_before_and_after_options(
 ) -> None:
     called: list[tuple[Any, ...]] = []
 
-    def train(*arguments: Any) -> int:
-        called.append(arguments)
+    def train(*arguments: Any, resume: bool) -> int:
+        called.append((*arguments, resume))
         return 0
 
     monkeypatch.setattr(commands, "train", train)
     assert main(["train", str(run_file), "a=1", "--run-dir", "runs/x", "b=2", "c=3"]) == 0
-    assert called == [(run_file, Path("runs/x"), ["a=1", "b=2", "c=3"])]
+    assert main(["train", str(run_file), "--run-dir", "runs/x", "--resume", "d=4"]) == 0
+    assert called == [
+        (run_file, Path("runs/x"), ["a=1", "b=2", "c=3"], False),
+        (run_file, Path("runs/x"), ["d=4"], True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from fastrl.config.base import Config
-from fastrl.config.losses import AnyLossConfig, HeadOptions
+from fastrl.config.losses import (
+    AnyLossConfig,
+    CrossEntropyLossConfig,
+    HeadOptions,
+    ZLossConfig,
+)
 from fastrl.config.model import LlamaConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 
@@ -408,6 +413,8 @@ class RunConfig(Config):
                     f"{where} must have a policy-gradient loss such as `grpo` or `gspo` in"
                     f" `phases.{index}.losses`, got {_listed(losses)}"
                 )
+            for name, loss in losses.items():
+                _check_loss(f"`phases.{index}` loss `{name}`", loss, self.model.head)
             from_files = phase.type == "rl" and phase.rollouts.type == "files"
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
@@ -415,6 +422,26 @@ class RunConfig(Config):
         if len(set(names)) < len(names):
             raise ValueError(f"`phases` must have different names, got {names}")
         return self
+
+
+def _check_loss(where: str, loss: AnyLossConfig, head: HeadOptions) -> None:
+    """Refuses losses and options that the trainer has no data for."""
+    trained = (CrossEntropyLossConfig, ZLossConfig, PolicyGradientLossConfig)
+    if not isinstance(loss, trained):
+        raise ValueError(
+            f"{where}: the trainer makes no batches for `type: {loss.type}`; use the head in a "
+            "trainer of your own"
+        )
+    if not isinstance(loss, PolicyGradientLossConfig):
+        return
+    if loss.max_staleness is not None:
+        raise ValueError(
+            f"{where}: `max_staleness` has no effect, as the trainer waits for the rollouts of each"
+            " step; leave it out"
+        )
+    is_adaptive = loss.entropy is not None and loss.entropy.adaptive is not None
+    if is_adaptive and not head.metrics:
+        raise ValueError(f"{where}: `entropy.adaptive` needs `model.head.metrics: true`")
 
 
 def _listed(losses: dict[str, AnyLossConfig]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ class TrainerState:
         position: of the phase's data source.
         seconds: that the run took so far.
         rewards: held-out reward before each phase that has begun.
-        optimizer: its state dict; None at the end of a phase.
+        optimizer: its state dict; None before the phase's first checkpoint.
         reference: weights of the frozen reference policy, if the phase has one.
+        entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
     """
 
     phase: int = 0
@@ -48,6 +49,7 @@ class TrainerState:
     rewards: tuple[float, ...] = ()
     optimizer: dict[str, Any] | None = None
     reference: dict[str, torch.Tensor] | None = None
+    entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def save_checkpoint(

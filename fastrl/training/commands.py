@@ -24,14 +24,12 @@ from fastrl.training.report import write_report
 from fastrl.training.setup import build_parts
 
 CONFIG_FILE = "config.yaml"
-INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C stopped."""
 
 
 def train(
     config_path: Path, run_dir: Path, overrides: Sequence[str], *, resume: bool = False
 ) -> int:
-    """Trains as a config says and returns the exit code: 0, or 130 after Ctrl-C.
+    """Trains as a config says and returns the exit code 0.
 
     Nothing is written before the config, the environment, the model and the data of the first phase
     have been found good.
@@ -45,6 +43,7 @@ def train(
     Raises:
         UserError: as `load_config`, `build_parts`, `Phase` and `Trainer.run`; a folder that is in
             use, or not that of a run to resume.
+        KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
     """
     started = time.monotonic()
     config = load_config(RunConfig, config_path, overrides)
@@ -79,7 +78,7 @@ def train(
         write_report(run_dir, title=run_dir.name)
     if not finished:
         _say(console, f"stopped after step {trainer.state.step} and saved; go on with --resume")
-        return INTERRUPTED
+        raise KeyboardInterrupt
     _say(console, trainer.summary())
     return 0
 

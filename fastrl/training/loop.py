@@ -171,15 +171,7 @@ class Trainer:
         place = (self.state.phase, self.state.phase_step)
         if place == self._saved_at:
             return
-        phase = self._phase
-        reference = None if phase.reference is None else phase.reference.state_dict()
-        state = replace(
-            self.state,
-            position=phase.source.position,
-            seconds=self.seconds,
-            optimizer=phase.optimizer.state_dict(),
-            reference=reference,
-        )
+        state = self._phase.state(replace(self.state, seconds=self.seconds))
         keep = self._config.checkpoint.keep
-        save_checkpoint(self._run_dir, phase.name, self._parts.llama, state, keep=keep)
+        save_checkpoint(self._run_dir, self._phase.name, self._parts.llama, state, keep=keep)
         self._saved_at = place

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -21,7 +22,11 @@ from fastrl.config.training import (
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.data.packing import pack_documents
-from fastrl.layers.losses import add_metrics
+from fastrl.layers.losses import (
+    LanguageModelPolicyGradientLoss,
+    add_metrics,
+    reduce_metrics,
+)
 from fastrl.models.llama import Llama
 from fastrl.training.checkpoint import TrainerState
 from fastrl.training.optimizer import apply_update, build_optimizer
@@ -135,9 +140,22 @@ class Phase:
         self.steps_done = state.phase_step
         self.source.position = state.position
         self.optimizer.load_state_dict(state.optimizer)
+        for name, loss in self._policy_losses().items():
+            loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
             assert state.reference is not None
             self.reference.load_state_dict(state.reference)
+
+    def state(self, before: TrainerState) -> TrainerState:
+        """Returns the run's state with what `restore` needs of this phase."""
+        losses = self._policy_losses()
+        return replace(
+            before,
+            position=self.source.position,
+            optimizer=self.optimizer.state_dict(),
+            reference=None if self.reference is None else self.reference.state_dict(),
+            entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
+        )
 
     def step(self) -> StepResult:
         """Takes the next documents and makes the step's updates.
@@ -201,10 +219,22 @@ class Phase:
             losses.append(output.loss.detach())
             metrics.append(output.metrics)
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
-        values = {"loss": torch.stack(losses).sum(), **add_metrics(metrics), "grad_norm": norm}
+        totals = reduce_metrics(add_metrics(metrics), ())
+        values = {"loss": torch.stack(losses).sum(), **totals, "grad_norm": norm}
+        # All numbers in one transfer: the one time in an update that the host waits.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
-        rate = self.optimizer.param_groups[0]["lr"]
-        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rate}
+        result = dict(zip(values, numbers, strict=True))
+        for name, policy_loss in self._policy_losses().items():
+            if policy_loss.entropy_bonus.adaptive is not None:
+                policy_loss.entropy_bonus.end_step(result[f"{name}/entropy"])
+        return result | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
+        return {
+            name: loss
+            for name, loss in self._parts.llama.lm_head.losses.items()
+            if isinstance(loss, LanguageModelPolicyGradientLoss)
+        }
 
 
 @torch.no_grad()
