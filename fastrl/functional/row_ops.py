@@ -82,7 +82,7 @@ def update_row_statistics(
 
         kernel(statistics, logits, labels, entropy=entropy, **kernel_arguments(transform, tile))
         return
-    z, _ = _transformed(logits, transform, tile)
+    z, _ = transformed(logits, transform, tile)
     maximum = torch.maximum(statistics[MAX], z.amax(1))
     shift = finite_or_zero(maximum)
     z_shifted = z - shift[:, None]
@@ -96,7 +96,7 @@ def update_row_statistics(
         statistics[SUM_SHIFTED] = old + torch.where(exp > 0, z_shifted * exp, 0).sum(1)
     statistics[SUM_EXP] = sum_exp + exp.sum(1)
     statistics[MAX] = maximum
-    column, inside = _label_columns(labels, tile)
+    column, inside = label_columns(labels, tile)
     picked = z.gather(1, column[:, None])[:, 0]
     statistics[LABEL] = torch.where(inside, picked, statistics[LABEL])
 
@@ -144,7 +144,7 @@ def row_gradient(
         )
     if tile.num_columns == 0:
         return torch.zeros_like(logits)
-    z, cap_slope = _transformed(logits, transform, tile)
+    z, cap_slope = transformed(logits, transform, tile)
     log_p = z - finite_or_zero(logsumexp)[:, None]
     p = log_p.exp()
     factor = -gradients.logprobs
@@ -155,7 +155,7 @@ def row_gradient(
         assert entropy is not None
         slope = torch.where(p > 0, p * (log_p + entropy[:, None]), 0)
         dz -= gradients.entropy[:, None] * slope
-    column, inside = _label_columns(labels, tile)
+    column, inside = label_columns(labels, tile)
     picked = torch.where(inside, gradients.logprobs, 0)
     dz.scatter_add_(1, column[:, None], picked[:, None])
     if isinstance(transform.temperature, Tensor):
@@ -181,14 +181,14 @@ def kernel_arguments(transform: LogitTransform, tile: VocabularyTile) -> dict[st
     }
 
 
-def _label_columns(labels: Tensor, tile: VocabularyTile) -> tuple[Tensor, Tensor]:
+def label_columns(labels: Tensor, tile: VocabularyTile) -> tuple[Tensor, Tensor]:
     """Each label's column in the tile (clamped into it) and whether it lies in the tile."""
     column = labels - tile.first_column
     inside = (column >= 0) & (column < tile.num_columns)
     return column.clamp(0, tile.num_columns - 1), inside
 
 
-def _transformed(
+def transformed(
     logits: Tensor, transform: LogitTransform, tile: VocabularyTile
 ) -> tuple[Tensor, Tensor | None]:
     """z of the valid columns and the slope of the cap there."""
