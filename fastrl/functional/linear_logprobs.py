@@ -105,10 +105,21 @@ def linear_logprobs(
         entropy=entropy,
         rows=rows,
     )
-    logprobs, entropies, logsumexp = _LinearLogprobs.apply(
+    return streaming_logprobs(hidden_states, weight, bias, problem, gradient_rows)
+
+
+def streaming_logprobs(
+    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
+    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
+    bias: Tensor | None,  # [V] or [V_local]
+    problem: HeadProblem,
+    gradient_rows: Tensor | None,  # [G]
+) -> TokenStatistics:
+    """`linear_logprobs` of a problem from `check_inputs`."""
+    logprobs, entropy, logsumexp = _LinearLogprobs.apply(
         hidden_states, weight, bias, problem, gradient_rows
     )
-    return TokenStatistics(logprobs, entropies if entropy else None, logsumexp)
+    return TokenStatistics(logprobs, entropy if problem.entropy else None, logsumexp)
 
 
 def forward_statistics(
