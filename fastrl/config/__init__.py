@@ -16,6 +16,7 @@ from fastrl.config.losses import (
     DistillationLossConfig,
     DPOLossConfig,
     HeadOptions,
+    KeepSetConfig,
     LanguageModelHeadConfig,
     ZLossConfig,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "GSPOTokenLossConfig",
     "HeadOptions",
     "KLConfig",
+    "KeepSetConfig",
     "LUSPOLossConfig",
     "LanguageModelHeadConfig",
     "LlamaConfig",

@@ -109,6 +109,37 @@ AnyLossConfig = Annotated[
 ]
 
 
+class KeepSetConfig(Config):
+    """The entries of the vocabulary that the sampler drew from, at the temperature.
+
+    Log-probabilities, entropies and ratios are then those of the distribution that was sampled.
+    The log-probabilities in the data must be taken over the same set.
+    """
+
+    top_k: int | None = Field(default=None, gt=0)
+    """The k most probable entries."""
+
+    top_p: float | None = Field(default=None, gt=0, lt=1)
+    """The fewest most probable entries, of those that `top_k` left, with this share of their
+    probability."""
+
+    min_p: float | None = Field(default=None, gt=0, lt=1)
+    """Entries at least so many times as probable as the most probable one."""
+
+    recorded: bool = False
+    """The entries that the sampler recorded for each token (`kept_tokens` of the documents),
+    instead of a search in the policy's own distribution."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> "KeepSetConfig":
+        searched = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if self.recorded and searched:
+            raise ValueError(f"`recorded` must not be given with {searched}, which it replaces")
+        if not self.recorded and not searched:
+            raise ValueError("`keep` must have `top_k`, `top_p`, `min_p` or `recorded`")
+        return self
+
+
 class HeadOptions(Config):
     """The head of a model whose sizes are given elsewhere."""
 
@@ -123,6 +154,10 @@ class HeadOptions(Config):
 
     logit_scale: float = 1.0
     """Factor on the logits, before the cap."""
+
+    keep: KeepSetConfig | None = None
+    """The sampler's top-k, top-p or min-p set, over which log-probabilities are renormalised; the
+    whole vocabulary by default. Needs `strategy` auto or recompute."""
 
     strategy: Literal["auto", "recompute", "single_pass"] = "auto"
     """`recompute`: logits a second time in the backward, any loss. `single_pass`: loss and

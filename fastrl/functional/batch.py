@@ -110,6 +110,8 @@ class BatchKwargs:
             this data rank; 0 at padding.
         num_groups: groups of the whole packed sequence: the size of per-group buffers.
         num_groups_in_batch: groups with a label of the optimizer step.
+        kept_tokens: [T, K] int64, the entries that the sampler drew the label from, filled up with
+            -1; for `KeepSetConfig.recorded`.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
@@ -141,6 +143,7 @@ class BatchKwargs:
     group_label_counts: Tensor | None = None  # [T]
     num_groups: int = 0
     num_groups_in_batch: int | Tensor = 0
+    kept_tokens: Tensor | None = None  # [T, K]
     labelled_rows: RowSet | None = None
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None
@@ -195,6 +198,8 @@ class BatchKwargs:
             for name, value in vectors.items()
             if isinstance(value, Tensor) and value.ndim == 1
         }
+        if self.kept_tokens is not None:
+            gathered["kept_tokens"] = self.kept_tokens[index]
         return replace(
             self, labelled_rows=None, active_rows=None, active_document_rows=None, **gathered
         )

@@ -1,12 +1,12 @@
-"""Order statistics of values that are spread over ranks: a radix search on counts.
+"""Thresholds on counts or masses by a radix search, also where the values are spread over ranks.
 
 No rank ever holds another rank's values: four rounds (eight in float64) each sum a histogram of
-256 numbers over the ranks. The result is exact.
+256 numbers per row over the ranks. The result is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,52 @@ def ordered_keys(values: Tensor) -> Tensor:
     if values.dtype == torch.float64:
         bits = values.view(torch.int64)
         return bits ^ ((bits >> 63) & (2**63 - 1))
-    bits = values.float().view(torch.int32).long()
+    bits = values.view(torch.int32).long()
     return bits ^ ((bits >> 31) & (2**31 - 1))
 
 
-def key_digits(dtype: torch.dtype) -> range:
-    """Shifts of the digits of a key of values of `dtype`, the most significant first."""
-    width = 64 if dtype == torch.float64 else 32
-    return range(width - _DIGIT_BITS, -1, -_DIGIT_BITS)
+def upper_threshold(
+    values: Tensor,  # [R, S]
+    weights: Tensor,  # [R, S]
+    target: Callable[[Tensor], Tensor],
+    groups: Sequence[ProcessGroup | None] = (),
+) -> Tensor:  # [R]
+    """Key of the largest value of each row whose upper set is heavy enough.
 
+    The upper set of v are the row's values >= v; it is heavy enough when its weight is at least
+    the target. Where no upper set is, the smallest value's key (or less) is returned.
 
-def key_digit(keys: Tensor, shift: int, first: bool) -> Tensor:
-    """The digit at `shift`, in [0, 256); the first one is signed in the key."""
-    digit = keys >> shift
-    return digit + _NUM_DIGITS // 2 if first else digit & (_NUM_DIGITS - 1)
+    Args:
+        values: fp32 or float64, no NaN; this rank's part of the row.
+        weights: not negative, any dtype; 0 leaves a value out.
+        target: of the rows' total weights [R] -> [R].
+        groups: between whose ranks the rows are spread; every rank must call.
+    """
+    keys = ordered_keys(values)
+    width = 64 if values.dtype == torch.float64 else 32
+    threshold = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+    above = weights.new_zeros(values.shape[0])
+    wanted: Tensor | None = None
+    for shift in range(width - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        # The first digit is signed in the key.
+        offset = _NUM_DIGITS // 2 if wanted is None else 0
+        digits = (keys >> shift) + offset
+        if wanted is not None:
+            digits = digits & (_NUM_DIGITS - 1)
+        histogram = weights.new_zeros(values.shape[0], _NUM_DIGITS)
+        histogram.scatter_add_(1, digits, weights)
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(histogram, group=group)
+        upper = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and those above it
+        if wanted is None:
+            wanted = target(upper[:, 0])
+        heavy = above[:, None] + upper >= wanted[:, None]
+        digit = (heavy.sum(1) - 1).clamp(min=0)
+        above = above + (upper - histogram).gather(1, digit[:, None])[:, 0]
+        weights = torch.where(digits == digit[:, None], weights, 0)
+        threshold = threshold + ((digit - offset) << shift)
+    return threshold
 
 
 def top_fraction(
@@ -56,23 +88,10 @@ def top_fraction(
         fraction: between 0 and 1.
         groups: between whose ranks the values are spread; every rank must call.
     """
-    keys = ordered_keys(values)
-    candidates = mask
-    threshold = torch.zeros((), dtype=torch.int64, device=values.device)
-    index: Tensor | None = None
-    for shift in key_digits(values.dtype):
-        first = index is None
-        digits = key_digit(keys, shift, first)
-        histogram = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=values.device)
-        histogram.scatter_add_(0, digits.clamp(0, _NUM_DIGITS - 1), candidates.long())
-        for group in groups:
-            if group is not None:
-                dist.all_reduce(histogram, group=group)
-        cumulative = histogram.cumsum(0)
-        if index is None:
-            index = ((1 - fraction) * (cumulative[-1] - 1).double()).ceil().long()
-        digit = (cumulative <= index).sum().clamp(max=_NUM_DIGITS - 1)
-        index = index - torch.where(digit > 0, cumulative[(digit - 1).clamp(min=0)], 0)
-        candidates = candidates & (digits == digit)
-        threshold = threshold + ((digit - _NUM_DIGITS // 2 if first else digit) << shift)
-    return mask & (keys >= threshold)
+
+    def count(total: Tensor) -> Tensor:
+        return total - ((1 - fraction) * (total - 1).double()).ceil().long()
+
+    values = torch.where(mask, values, 0)
+    threshold = upper_threshold(values[None], mask.long()[None], count, groups)
+    return mask & (ordered_keys(values) >= threshold)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fastrl.config.losses import AnyLossConfig, LanguageModelHeadConfig
+from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
-from fastrl.functional.linear_logprobs import linear_logprobs
+from fastrl.functional.linear_divergence import Teacher, linear_divergence
+from fastrl.functional.linear_kept import KeepSet, linear_kept_logprobs
+from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.linear_loss import linear_loss
-from fastrl.functional.problem import check_inputs
+from fastrl.functional.linear_statistics import STATISTIC_NAMES, linear_statistics
+from fastrl.functional.problem import HeadProblem, check_inputs
+from fastrl.functional.products import chunk_itemsize
 from fastrl.functional.row_ops import LogitTransform
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.functional.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
-from fastrl.layers.losses import LanguageModelLoss, build_loss
+from fastrl.layers.losses import (
+    LanguageModelLoss,
+    LanguageModelPolicyGradientLoss,
+    build_loss,
+)
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
 
@@ -33,6 +41,7 @@ class HeadOutput:
         logprobs: [T] fp32 nats of the labels, detached, where asked for; 0 without label.
         entropy: [T] fp32 nats, like `logprobs`.
         strategy: `recompute` or `single_pass`, the one that was taken; None without losses.
+        statistics: [T] each, by name, those that were asked for; detached.
     """
 
     loss: Tensor | None
@@ -40,6 +49,7 @@ class HeadOutput:
     logprobs: Tensor | None  # [T]
     entropy: Tensor | None  # [T]
     strategy: str | None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class LanguageModelHead(nn.Module):
@@ -111,12 +121,25 @@ class LanguageModelHead(nn.Module):
             for name, config in losses.items()
         }
 
+    def end_step(self, metrics: Mapping[str, Tensor | float]) -> None:
+        """Tells the losses the finished metrics of the optimizer step, for what adapts to them.
+
+        Args:
+            metrics: the whole step's (`reduce_metrics`), or at least `<loss>/entropy` of the losses
+                with an adaptive entropy bonus.
+        """
+        for name, loss in self.losses.items():
+            if isinstance(loss, LanguageModelPolicyGradientLoss) and loss.entropy_bonus.adaptive:
+                loss.entropy_bonus.end_step(float(metrics[f"{name}/entropy"]))
+
     def forward(
         self,
         hidden_states: Tensor,  # [T, D]
         batch: BatchKwargs,
         *,
         return_logprobs: bool = False,
+        statistics: Collection[str] = (),
+        teacher: Teacher | None = None,
     ) -> HeadOutput:
         """Loss and metrics of the batch; in evaluation mode its log-probabilities instead.
 
@@ -129,40 +152,153 @@ class LanguageModelHead(nn.Module):
                 this rank's slice of the tokens.
             batch: of all T tokens of this rank's (micro-)sequence.
             return_logprobs: also return `logprobs` and `entropy`, detached, from the same pass.
+            statistics: names out of `mean_logit`, `sum_squares`, `is_argmax`, returned as well;
+                they take a pass of their own.
+            teacher: for the losses of type `distillation`, which need one; sharded like
+                `hidden_states` and the weight.
 
         Raises:
-            ValueError: the batch lacks what a loss needs, a shape does not fit, or the strategy
-                `single_pass` is not possible for the batch.
+            ValueError: the batch lacks what a loss needs, a shape does not fit, the strategy
+                `single_pass` is not possible for the batch, or a teacher is missing or not used.
         """
         if self.splits_tokens:
             batch = self._sequence_slice(batch)
+        self._check_teacher(teacher)
+        named = self._named_statistics(hidden_states, batch, statistics)
         if not self.training or not self.losses:
-            rows = self._labelled_rows(batch).index
-            statistics = self._statistics(hidden_states, batch, True, rows, None)
-            statistics = statistics.map(Tensor.detach)
-            return HeadOutput(None, {}, statistics.logprobs, statistics.entropy, None)
-        gradient_rows = self._gradient_rows(batch)
+            result = self._evaluate(hidden_states, batch)
+            return HeadOutput(None, {}, result.logprobs, result.entropy, None, named)
+        passes = [
+            self._pass(hidden_states, batch, scale, losses, return_logprobs)
+            for scale, losses in self._passes().items()
+        ]
+        if teacher is not None:
+            passes.append(self._distillation(hidden_states, batch, teacher))
+        first = passes[0]
+        if return_logprobs and first.logprobs is None:
+            with torch.no_grad():
+                result = self._evaluate(hidden_states, batch)
+            first = replace(first, logprobs=result.logprobs, entropy=result.entropy)
+        return HeadOutput(
+            torch.stack([part.loss for part in passes if part.loss is not None]).sum(),
+            {name: value for part in passes for name, value in part.metrics.items()},
+            first.logprobs,
+            first.entropy,
+            first.strategy,
+            named,
+        )
+
+    def _passes(self) -> dict[float, Losses]:
+        """The losses by the scale of the logits that they see, 1 first: a pass for each."""
+        passes: dict[float, Losses] = {}
+        for name, loss in self.losses.items():
+            if "divergence" not in loss.needs:
+                passes.setdefault(loss.config.logits_scale, {})[name] = loss
+        return dict(sorted(passes.items(), key=lambda item: (item[0] != 1, item[0])))
+
+    def _pass(
+        self,
+        hidden_states: Tensor,
+        batch: BatchKwargs,
+        scale: float,
+        losses: Losses,
+        return_logprobs: bool,
+    ) -> HeadOutput:
+        """Losses that see the same logits, from one pass over them."""
+        return_logprobs = return_logprobs and scale == 1
+        batch = _at_scale(batch, scale)
+        gradient_rows = self._gradient_rows(batch, losses)
         wants_all = self.config.metrics or return_logprobs
-        statistics_rows = (self._labelled_rows(batch) if wants_all else gradient_rows).index
-        entropy = wants_all or any("entropy" in loss.needs for loss in self.losses.values())
-        chunk_ends = self._single_pass_chunks(hidden_states, batch, gradient_rows)
+        rows = (self._labelled_rows(batch) if wants_all else gradient_rows).index
+        needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
+        problem = self._problem(hidden_states, batch, wants_all or "entropy" in needs, rows)
+        chunk_ends = self._single_pass_chunks(hidden_states, batch, gradient_rows, losses)
         if chunk_ends is not None and self._needs_gradient(hidden_states):
-            loss, statistics = self._single_pass(
-                hidden_states, batch, entropy, statistics_rows, gradient_rows, chunk_ends
+            compact = batch.select(gradient_rows.index)
+            loss, statistics = linear_loss(
+                hidden_states,
+                self.weight,
+                self.bias,
+                problem,
+                lambda statistics, start, stop: _weighted_sum(
+                    losses, statistics, compact.select(slice(start, stop))
+                ),
+                gradient_rows=gradient_rows.index,
+                chunk_ends=chunk_ends,
             )
         else:
-            statistics = self._statistics(
-                hidden_states, batch, entropy, statistics_rows, gradient_rows.index
+            statistics = self._statistics(hidden_states, batch, problem, gradient_rows.index)
+            more = linear_statistics(
+                hidden_states,
+                self.weight,
+                self.bias,
+                problem,
+                needs & frozenset(STATISTIC_NAMES),
+                gradient_rows=gradient_rows.index,
             )
-            loss = self._loss(statistics, batch)
+            statistics = replace(statistics, **more)
+            loss = _weighted_sum(losses, statistics, batch)
         statistics = statistics.map(Tensor.detach)
         return HeadOutput(
             loss,
-            self._metrics(statistics, batch) if self.config.metrics else {},
+            _metrics(losses, statistics, batch) if self.config.metrics else {},
             statistics.logprobs if return_logprobs else None,
             statistics.entropy if return_logprobs else None,
             "recompute" if chunk_ends is None else "single_pass",
         )
+
+    def _distillation(
+        self, hidden_states: Tensor, batch: BatchKwargs, teacher: Teacher
+    ) -> HeadOutput:
+        """The losses that compare with a teacher: a pass over both heads' logits for each."""
+        total: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        rows = self._labelled_rows(batch).index
+        for name, loss in self.losses.items():
+            config = loss.config
+            if not isinstance(config, DistillationLossConfig):
+                continue
+            scaled = _at_scale(batch, config.logits_scale)
+            divergence = linear_divergence(
+                hidden_states,
+                self.weight,
+                self.bias,
+                self._problem(hidden_states, scaled, False, rows),
+                teacher,
+                config.divergence,
+                config.beta,
+            )
+            none = torch.zeros_like(divergence)
+            statistics = TokenStatistics(none, None, none, divergence=divergence)
+            total.append(_weighted_sum({name: loss}, statistics, scaled))
+            if self.config.metrics:
+                metrics |= _metrics({name: loss}, statistics.map(Tensor.detach), scaled)
+        return HeadOutput(torch.stack(total).sum(), metrics, None, None, "recompute")
+
+    def _check_teacher(self, teacher: Teacher | None) -> None:
+        names = [name for name, loss in self.losses.items() if "divergence" in loss.needs]
+        if names and self.training and teacher is None:
+            raise ValueError(f"`teacher` must be given for the losses {names}, got None.")
+        if teacher is not None and not (names and self.training):
+            raise ValueError(
+                "`teacher` must not be given without a loss of type `distillation` in training"
+                f" mode: it has no effect, the losses are {list(self.losses)}."
+            )
+
+    def _evaluate(self, hidden_states: Tensor, batch: BatchKwargs) -> TokenStatistics:
+        """Log-probabilities and entropies of all labels, detached."""
+        rows = self._labelled_rows(batch).index
+        problem = self._problem(hidden_states, batch, True, rows)
+        return self._statistics(hidden_states, batch, problem, None).map(Tensor.detach)
+
+    def _named_statistics(
+        self, hidden_states: Tensor, batch: BatchKwargs, names: Collection[str]
+    ) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        problem = self._problem(hidden_states, batch, False, self._labelled_rows(batch).index)
+        with torch.no_grad():
+            return linear_statistics(hidden_states, self.weight, self.bias, problem, names)
 
     def _needs_gradient(self, hidden_states: Tensor) -> bool:
         tensors = (hidden_states, self.weight, self.bias)
@@ -194,16 +330,16 @@ class LanguageModelHead(nn.Module):
         rows = RowSet.from_mask((batch.labels != -100).cpu(), batch.document_index.cpu())
         return rows.to(batch.labels.device)
 
-    def _gradient_rows(self, batch: BatchKwargs) -> RowSet:
+    def _gradient_rows(self, batch: BatchKwargs, losses: Losses) -> RowSet:
         """Rows that some loss has a value or gradient at: the largest of nested sets."""
-        sets = [loss.gradient_rows(batch) for loss in self.losses.values()]
+        sets = [loss.gradient_rows(batch) for loss in losses.values()]
         known = [rows for rows in sets if rows is not None]
         if len(known) < len(sets):
             return self._labelled_rows(batch)
         return max(known, key=len)
 
     def _single_pass_chunks(
-        self, hidden_states: Tensor, batch: BatchKwargs, rows: RowSet
+        self, hidden_states: Tensor, batch: BatchKwargs, rows: RowSet, losses: Losses
     ) -> list[int] | None:
         """Ends of the chunks of `single_pass`, or None for `recompute`.
 
@@ -213,11 +349,17 @@ class LanguageModelHead(nn.Module):
         if config.strategy == "recompute":
             return None
         columns = vocab_shard(self.weight_rows, 0, group_size(self.groups.tp))[1]
-        bounds = (columns, hidden_states.dtype, config.chunk_size, config.max_logits_bytes)
-        by_document = any(loss.level == "document" for loss in self.losses.values())
-        reason = None
+        itemsize = chunk_itemsize(hidden_states, self.weight)
+        bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
+        levels = {loss.level for loss in losses.values()}
+        needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
         chunk_ends: list[int] | None = None
-        if not by_document:
+        reason = None
+        if config.keep is not None or needs & frozenset(STATISTIC_NAMES):
+            reason = "`keep` and label smoothing take a pass over the logits of their own"
+        elif levels & {"group", "batch"}:
+            reason = "pairs and entropy quantiles need tokens outside of a chunk"
+        elif "document" not in levels:
             chunk_ends = chunk_rows(len(rows), *bounds)
         elif self.groups.sdp is not None or self.splits_tokens or not batch.whole_documents:
             reason = "documents are split over ranks or micro-sequences"
@@ -226,8 +368,8 @@ class LanguageModelHead(nn.Module):
             reason = "a document has more rows than `chunk_size` or `max_logits_bytes` admit"
         if chunk_ends is None and config.strategy == "single_pass":
             raise ValueError(
-                f"`strategy: single_pass` must have whole documents in a chunk for the losses"
-                f" {list(self.losses)}, but {reason}; use `strategy: auto` or `recompute`."
+                f"`strategy: single_pass` must have all that a loss needs in a chunk for the losses"
+                f" {list(losses)}, but {reason}; use `strategy: auto` or `recompute`."
             )
         if config.strategy == "auto" and single_pass_rows(*bounds) < min(
             batch.num_tokens, SINGLE_PASS_MIN_ROWS
@@ -235,55 +377,10 @@ class LanguageModelHead(nn.Module):
             return None
         return chunk_ends
 
-    def _loss(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The weighted sum of the losses."""
-        terms = [loss.config.weight * loss(statistics, batch) for loss in self.losses.values()]
-        return torch.stack(terms).sum()
-
-    def _metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        return {
-            f"{name}/{metric}": value
-            for name, loss in self.losses.items()
-            for metric, value in loss.metrics(statistics, batch).items()
-        }
-
-    def _statistics(
-        self,
-        hidden_states: Tensor,
-        batch: BatchKwargs,
-        entropy: bool,
-        rows: Tensor,
-        gradient_rows: Tensor | None,
-    ) -> TokenStatistics:
-        return linear_logprobs(
-            hidden_states,
-            self.weight,
-            batch.labels,
-            bias=self.bias,
-            temperature=batch.temperature,
-            softcap=self.config.softcap,
-            logit_scale=self.config.logit_scale,
-            vocab_size=self.config.vocab_size,
-            entropy=entropy,
-            groups=self.groups,
-            weight_rows=self.weight_rows,
-            rows=rows,
-            gradient_rows=gradient_rows,
-            chunk_size=self.config.chunk_size,
-            max_logits_bytes=self.config.max_logits_bytes,
-        )
-
-    def _single_pass(
-        self,
-        hidden_states: Tensor,
-        batch: BatchKwargs,
-        entropy: bool,
-        rows: Tensor,
-        gradient_rows: RowSet,
-        chunk_ends: list[int],
-    ) -> tuple[Tensor, TokenStatistics]:
-        compact = batch.select(gradient_rows.index)
-        problem = check_inputs(
+    def _problem(
+        self, hidden_states: Tensor, batch: BatchKwargs, entropy: bool, rows: Tensor
+    ) -> HeadProblem:
+        return check_inputs(
             hidden_states,
             self.weight,
             batch.labels,
@@ -299,14 +396,52 @@ class LanguageModelHead(nn.Module):
             entropy=entropy,
             rows=rows,
         )
-        return linear_loss(
+
+    def _statistics(
+        self,
+        hidden_states: Tensor,
+        batch: BatchKwargs,
+        problem: HeadProblem,
+        gradient_rows: Tensor | None,
+    ) -> TokenStatistics:
+        """Statistics of the labels, over the sampler's keep-set if the config has one."""
+        keep = self.config.keep
+        if keep is None:
+            return streaming_logprobs(hidden_states, self.weight, self.bias, problem, gradient_rows)
+        tokens = None
+        if keep.recorded:
+            if batch.kept_tokens is None:
+                raise ValueError(
+                    "`kept_tokens` must be in the batch with `keep.recorded`, got None; give each"
+                    " Document `kept_tokens`."
+                )
+            tokens = batch.kept_tokens
+        return linear_kept_logprobs(
             hidden_states,
             self.weight,
             self.bias,
             problem,
-            lambda statistics, start, stop: self._loss(
-                statistics, compact.select(slice(start, stop))
-            ),
-            gradient_rows=gradient_rows.index,
-            chunk_ends=chunk_ends,
+            KeepSet(keep.top_k, keep.top_p, keep.min_p, tokens),
+            gradient_rows=gradient_rows,
         )
+
+
+Losses = dict[str, LanguageModelLoss[Any]]
+
+
+def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
+    """The batch for a loss that sees the logits times `scale`."""
+    return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
+
+
+def _weighted_sum(losses: Losses, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+    terms = [loss.config.weight * loss(statistics, batch) for loss in losses.values()]
+    return torch.stack(terms).sum()
+
+
+def _metrics(losses: Losses, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+    return {
+        f"{name}/{metric}": value
+        for name, loss in losses.items()
+        for metric, value in loss.metrics(statistics, batch).items()
+    }

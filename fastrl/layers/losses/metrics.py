@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.functional.batch import BatchKwargs
 from fastrl.layers.losses.base import at_least_one, masked
+from fastrl.parallel import gather_first_dim
 
 # The extreme of no values: finite, so that a part without tokens can be stored as it is.
 _EXTREME = torch.finfo(torch.float32).max
@@ -69,8 +69,7 @@ def reduce_metrics(
     if metrics and present:
         packed = torch.stack([_wide(value) for value in metrics.values()])
         for group in present:
-            parts = packed.new_empty(dist.get_world_size(group), len(metrics))
-            dist.all_gather_into_tensor(parts, packed, group=group)
+            parts = gather_first_dim(packed, group).view(-1, len(metrics))
             combined = [_combine(name, parts[:, column]) for column, name in enumerate(metrics)]
             packed = torch.stack(combined)
         metrics = dict(zip(metrics, packed.unbind(), strict=True))

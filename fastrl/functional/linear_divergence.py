@@ -1,0 +1,128 @@
+"""Divergence of the head's distribution from a teacher's, without either's logits in memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.linear_rows import (
+    linear_rows,
+    row_logsumexp,
+    to_columns,
+    vocabulary_sum,
+)
+from fastrl.functional.matmul import matmul
+from fastrl.functional.problem import HeadProblem
+from fastrl.functional.row_ops import LogitTransform, transformed
+
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+
+# Log-probabilities below are as good as -inf, and 0 times them is 0.
+_LOWEST = -1e4
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the teacher's logits are made of.
+
+    Attributes:
+        hidden_states: [T, D'] of the same tokens, sharded like the student's.
+        weight: [V, D'], or [V_local, D'] under vocabulary parallelism, rows as the student's.
+        bias: [V] or [V_local].
+        softcap: of the teacher's head.
+        logit_scale: of the teacher's head.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+def linear_divergence(
+    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
+    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
+    bias: Tensor | None,  # [V] or [V_local]
+    problem: HeadProblem,
+    teacher: Teacher,
+    divergence: Divergence,
+    beta: float | None = None,
+) -> Tensor:  # [T]
+    """The divergence of each labelled token in nats, 0 at others; differentiable in the student.
+
+    With S the student's and T the teacher's distribution at the temperature of the problem:
+
+        forward_kl      sum T (log T - log S)           dz = S - T
+        reverse_kl      sum S (log S - log T)           dz = S (log S - log T - divergence)
+        jensen_shannon  beta KL(T, M) + (1 - beta) KL(S, M),  M = beta T + (1 - beta) S
+                        dz = (1 - beta) S (log S - log M - KL(S, M))
+
+    Args:
+        hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
+        weight: the student's.
+        bias: the student's.
+        problem: from `check_inputs`.
+        teacher: gets no gradient.
+        divergence: which.
+        beta: only for `jensen_shannon`.
+
+    Raises:
+        ValueError: the teacher's tensors do not fit the student's.
+    """
+    _check_teacher(teacher, hidden_states, weight)
+    tp = problem.groups.tp
+    teacher_hidden = problem.gather_hidden(teacher.hidden_states.detach())
+    transform = LogitTransform(problem.transform.temperature, teacher.softcap, teacher.logit_scale)
+    teacher_bias = None if teacher.bias is None else teacher.bias.detach()
+    tile = replace(problem.tile(None, 0, weight.shape[0]), bias=teacher_bias)
+
+    def value(z: Tensor, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            products = matmul(teacher_hidden[rows], teacher.weight.detach().t()).to(z.dtype)
+            teacher_z, _ = transformed(products, transform.rows(rows), tile)
+            log_t = (teacher_z - row_logsumexp(teacher_z, tp)[:, None]).clamp(min=_LOWEST)
+        logsumexp = to_columns(row_logsumexp(z, tp), tp)
+        log_s = (z - logsumexp[:, None]).clamp(min=_LOWEST)
+        per_token = column_divergence(log_s, log_t, divergence, beta).sum(1)
+        return vocabulary_sum(per_token, tp)[None]
+
+    return linear_rows(hidden_states, weight, bias, problem, value, 1)[0]
+
+
+def column_divergence(
+    log_s: Tensor,  # [R, S]
+    log_t: Tensor,  # [R, S]
+    divergence: Divergence,
+    beta: float | None,
+) -> Tensor:  # [R, S]
+    """The summands of the divergence over the vocabulary."""
+    if divergence == "forward_kl":
+        return log_t.exp() * (log_t - log_s)
+    if divergence == "reverse_kl":
+        return log_s.exp() * (log_s - log_t)
+    assert beta is not None
+    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+    return beta * log_t.exp() * (log_t - log_m) + (1 - beta) * log_s.exp() * (log_s - log_m)
+
+
+def _check_teacher(teacher: Teacher, hidden_states: Tensor, weight: Tensor) -> None:
+    hidden = teacher.hidden_states
+    if hidden.ndim != 2 or hidden.shape[0] != hidden_states.shape[0]:
+        raise ValueError(
+            f"`teacher.hidden_states` must be of shape [{hidden_states.shape[0]}, D], of the tokens"
+            f" of `hidden_states`, got {list(hidden.shape)}."
+        )
+    if teacher.weight.shape != (weight.shape[0], hidden.shape[1]):
+        raise ValueError(
+            f"`teacher.weight` must be of shape [{weight.shape[0]}, {hidden.shape[1]}], the rows of"
+            f" `weight`, got {list(teacher.weight.shape)}; the vocabularies must be the same."
+        )
+    if teacher.bias is not None and teacher.bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"`teacher.bias` must be of shape [{weight.shape[0]}], got {list(teacher.bias.shape)}."
+        )

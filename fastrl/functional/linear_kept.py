@@ -1,0 +1,139 @@
+"""Log-probabilities over the keep-set of a sampler (top-k, top-p, min-p, or recorded)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.linear_rows import (
+    label_logits,
+    linear_rows,
+    row_logsumexp,
+    row_maximum,
+    to_columns,
+    vocabulary_sum,
+)
+from fastrl.functional.order_statistics import ordered_keys, upper_threshold
+from fastrl.functional.problem import HeadProblem
+from fastrl.functional.row_ops import VocabularyTile, label_columns
+from fastrl.functional.statistics import TokenStatistics
+
+
+@dataclass(frozen=True)
+class KeepSet:
+    """Which entries of the vocabulary a token was sampled from; the label is always one of them.
+
+    Attributes:
+        top_k: the k most probable entries, and those as probable as the last of them.
+        top_p: the fewest most probable of the entries that `top_k` left whose share of their
+            probability is at least top_p, and those as probable as the last of them.
+        min_p: entries at least min_p times as probable as the most probable one.
+        tokens: [T, K] int64, the entries as the sampler recorded them; -1 fills up. Instead of all
+            others.
+    """
+
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    tokens: Tensor | None = None
+
+
+def linear_kept_logprobs(
+    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
+    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
+    bias: Tensor | None,  # [V] or [V_local]
+    problem: HeadProblem,
+    keep: KeepSet,
+    *,
+    gradient_rows: Tensor | None = None,  # [G]
+) -> TokenStatistics:
+    """Statistics of the labels under softmax over the keep-set K of each token.
+
+        logprob = z[label] - log sum_{v in K} e^{z_v}
+
+    The set is a constant: no gradient flows through its choice, and entries outside of it get
+    none. It is found on the logits at hand by a threshold search on counts (top-k) or masses
+    (top-p), whose histograms are summed over the vocabulary's ranks; temperature goes first, then
+    top-k, top-p, min-p, the order of Hugging Face's generation.
+
+    Args:
+        hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
+        weight: the head's weight.
+        bias: the head's bias.
+        problem: from `check_inputs`.
+        keep: which entries.
+        gradient_rows: the subset of rows that can have a non-zero gradient, if known.
+
+    Returns:
+        logprobs, entropy and logsumexp [T] of the renormalised distribution; 0 without label.
+    """
+    tp = problem.groups.tp
+    tile = problem.tile(bias, 0, weight.shape[0])
+
+    def statistics(z: Tensor, rows: Tensor) -> Tensor:
+        labels = problem.labels[rows]
+        with torch.no_grad():
+            kept = kept_columns(z.detach(), keep, problem, rows)
+            kept = kept | _label_mask(z, labels, tile)
+        # -inf has probability 0 and no gradient; 0 stands for it where it would meet a product.
+        inside = torch.where(kept, z, -torch.inf)
+        logsumexp = row_logsumexp(inside, tp)
+        p = (inside - to_columns(logsumexp, tp)[:, None]).exp()
+        safe = torch.where(inside > -torch.inf, z, 0)
+        entropy = logsumexp - vocabulary_sum((p * safe).sum(1), tp)
+        logprobs = label_logits(z, labels, tile, tp) - logsumexp
+        return torch.stack([logprobs, entropy, logsumexp])
+
+    outputs = linear_rows(
+        hidden_states, weight, bias, problem, statistics, 3, gradient_rows=gradient_rows
+    )
+    return TokenStatistics(*outputs.unbind())
+
+
+def kept_columns(
+    z: Tensor,  # [R, S]
+    keep: KeepSet,
+    problem: HeadProblem,
+    rows: Tensor,  # [R]
+) -> Tensor:  # [R, S]
+    """Which of this rank's columns are in the keep-set, labels aside."""
+    tp = problem.groups.tp
+    if keep.tokens is not None:
+        return _recorded(z, keep.tokens[rows], problem.first_column)
+    kept = z > -torch.inf
+    keys = ordered_keys(z)
+    if keep.top_k is not None:
+        most = keep.top_k
+        counts = kept.long()
+        threshold = upper_threshold(z, counts, lambda total: total.clamp(max=most), [tp])
+        kept = kept & (keys >= threshold[:, None])
+    if keep.top_p is not None:
+        share = keep.top_p
+        logsumexp = row_logsumexp(torch.where(kept, z, -torch.inf), tp)
+        mass = torch.where(kept, (z - logsumexp[:, None]).exp(), 0)
+        threshold = upper_threshold(z, mass, lambda total: total * share, [tp])
+        kept = kept & (keys >= threshold[:, None])
+    if keep.min_p is not None:
+        kept = kept & (z >= (row_maximum(z, tp) + math.log(keep.min_p))[:, None])
+    return kept
+
+
+def _recorded(z: Tensor, tokens: Tensor, first_column: int) -> Tensor:  # [R, S], [R, K]
+    """The columns that are listed; those of other ranks and fillers fall into a spare one."""
+    column = tokens - first_column
+    spare = z.shape[1]
+    column = torch.where((column >= 0) & (column < spare) & (tokens >= 0), column, spare)
+    kept = torch.zeros(z.shape[0], spare + 1, dtype=torch.bool, device=z.device)
+    return kept.scatter_(1, column, True)[:, :spare]
+
+
+def _label_mask(z: Tensor, labels: Tensor, tile: VocabularyTile) -> Tensor:
+    """True at each label's column, if this rank has it."""
+    mask = torch.zeros_like(z, dtype=torch.bool)
+    if z.shape[1] == 0:
+        return mask
+    column, inside = label_columns(labels, tile)
+    return mask.scatter_(1, column[:, None], inside[:, None])

@@ -1,0 +1,366 @@
+"""The definition of the losses beyond `reference.py`: plain loops over documents and tokens.
+
+Only torch is imported. Give it float64 and the tokens of the whole optimizer step: it counts
+labels, documents and groups itself. It is never changed to match a fast path; only tests and
+benchmarks import it. `LOSSES` names the function of each loss type; `options` are the fields of
+its config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.reference import documents, kl_estimate
+
+Options = Mapping[str, Any]
+# surrogate(ratio, advantage, logprob, old_logprob, options) of one token
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, Options], Tensor]
+
+BOUND = 20.0  # log-ratios saturate here
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The step's tokens in label alignment; every vector is [T], those not needed may be None."""
+
+    labels: Tensor
+    document_index: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    mean_logit: Tensor | None = None
+    divergence: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    group_index: Tensor | None = None
+    model_version: Tensor | None = None
+    current_version: int = 0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio that saturates."""
+    return torch.exp(torch.clamp(log_ratio, -BOUND, BOUND))
+
+
+def normalise(values: Mapping[int, Tensor], tokens: Tokens, options: Options) -> Tensor:
+    """The loss of values by labelled slot."""
+    by_document = list(documents(tokens.document_index, tokens.labels))
+    groups: dict[int, list[int]] = {}
+    for slots in by_document:
+        for t in slots:
+            if tokens.group_index is not None:
+                groups.setdefault(int(tokens.group_index[t]), []).append(t)
+    total = tokens.logprobs.new_zeros(())
+    for slots in by_document:
+        for t in slots:
+            if options["normalisation"] == "tokens":
+                divisor = sum(len(other) for other in by_document)
+            elif options["normalisation"] == "documents":
+                divisor = len(slots) * len(by_document)
+            elif options["normalisation"] == "groups":
+                assert tokens.group_index is not None
+                divisor = len(groups[int(tokens.group_index[t])]) * len(groups)
+            else:
+                divisor = len(by_document) * options["length"]
+            total = total + values[t] / divisor
+    return total
+
+
+def cross_entropy(tokens: Tokens, options: Options) -> Tensor:
+    """-(1 - a) logp + a (lse - mean z), a the label smoothing."""
+    smoothing = options["label_smoothing"]
+    values = {}
+    for slots in documents(tokens.document_index, tokens.labels):
+        for t in slots:
+            values[t] = -(1 - smoothing) * tokens.logprobs[t]
+            if smoothing > 0:
+                assert tokens.logsumexp is not None
+                assert tokens.mean_logit is not None
+                values[t] = values[t] + smoothing * (tokens.logsumexp[t] - tokens.mean_logit[t])
+    return normalise(values, tokens, options)
+
+
+def z_loss(tokens: Tokens, options: Options) -> Tensor:
+    """lse^2."""
+    assert tokens.logsumexp is not None
+    values = {
+        t: tokens.logsumexp[t] ** 2
+        for slots in documents(tokens.document_index, tokens.labels)
+        for t in slots
+    }
+    return normalise(values, tokens, options)
+
+
+def distillation(tokens: Tokens, options: Options) -> Tensor:
+    """The divergence."""
+    assert tokens.divergence is not None
+    values = {
+        t: tokens.divergence[t]
+        for slots in documents(tokens.document_index, tokens.labels)
+        for t in slots
+    }
+    return normalise(values, tokens, options)
+
+
+def token_divergence(
+    z: Tensor,  # [V]
+    z_teacher: Tensor,  # [V]
+    divergence: str,
+    beta: float | None,
+) -> Tensor:
+    """The divergence of one token; M = beta T + (1 - beta) S for `jensen_shannon`."""
+    student, teacher = torch.log_softmax(z, 0), torch.log_softmax(z_teacher, 0)
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        total = z.new_zeros(())
+        for p, q in zip(log_p, log_q, strict=True):
+            if p > -torch.inf:
+                total = total + torch.exp(p) * (p - q)
+        return total
+
+    if divergence == "forward_kl":
+        return kl(teacher, student)
+    if divergence == "reverse_kl":
+        return kl(student, teacher)
+    assert beta is not None
+    mixture = torch.log(beta * torch.exp(teacher) + (1 - beta) * torch.exp(student))
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def dpo(tokens: Tokens, options: Options) -> Tensor:
+    """f(margin) of each pair, mean over pairs."""
+    assert tokens.ref_logprobs is not None
+    assert tokens.advantages is not None
+    assert tokens.group_index is not None
+    margins: dict[int, Tensor] = {}
+    for slots in documents(tokens.document_index, tokens.labels):
+        document = tokens.logprobs.new_zeros(())
+        for t in slots:
+            document = document + tokens.logprobs[t] - tokens.ref_logprobs[t]
+        if options["log_ratio"] == "mean":
+            document = document / len(slots)
+        pair = int(tokens.group_index[slots[0]])
+        sign = 1.0 if tokens.advantages[slots[0]] > 0 else -1.0
+        margins[pair] = margins.get(pair, tokens.logprobs.new_zeros(())) + sign * document
+    total = tokens.logprobs.new_zeros(())
+    beta = options["beta"]
+    for margin in margins.values():
+        if options["variant"] == "sigmoid":
+            value = torch.log(1 + torch.exp(-beta * margin))
+        elif options["variant"] == "ipo":
+            value = (margin - 1 / (2 * beta)) ** 2
+        else:
+            value = torch.clamp(1 - beta * margin, min=0)
+        total = total + value / len(margins)
+    return total
+
+
+def clipped(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-min(r A, clip(r) A); where A < 0 not above -delta A."""
+    clip = torch.clamp(ratio, 1 - options["epsilon_low"], 1 + options["epsilon_high"])
+    loss = -torch.minimum(ratio * a, clip * a)
+    if options["delta"] is not None and a < 0:
+        loss = torch.minimum(loss, -options["delta"] * a)
+    return loss
+
+
+def cispo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-detach(clip(r)) A logp."""
+    low = 0.0 if options["epsilon_low"] is None else 1 - options["epsilon_low"]
+    return -torch.clamp(ratio, low, 1 + options["epsilon_high"]).detach() * a * logprob
+
+
+def sapo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-A (4 / tau) sigmoid(tau (r - 1))."""
+    tau = options["tau_positive"] if a > 0 else options["tau_negative"]
+    gate: Tensor = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+    return -a * gate
+
+
+def gmpo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-A r, r the geometric mean of the clipped ratios."""
+    return -a * ratio
+
+
+def vespo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-detach(W^k exp(lambda (1 - W))) A logp."""
+    sign = "positive" if a >= 0 else "negative"
+    w = ratio.detach()
+    phi: Tensor = w ** options[f"power_{sign}"] * torch.exp(options[f"rate_{sign}"] * (1 - w))
+    return -phi * a * logprob
+
+
+def dppo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-M detach(min(r, max_ratio)) A logp."""
+    p, q = math.exp(logprob.item()), math.exp(old.item())
+    divergence = abs(p - q)
+    if options["divergence"] == "kl":
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if a > 0 and p > q and divergence > options["epsilon_high"]:
+        return torch.zeros_like(logprob)
+    if a <= 0 and p < q and divergence > options["epsilon_low"]:
+        return torch.zeros_like(logprob)
+    limit = math.inf if options["max_ratio"] is None else options["max_ratio"]
+    return -torch.clamp(ratio, max=limit).detach() * a * logprob
+
+
+def reinforce(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Options) -> Tensor:
+    """-A logp."""
+    return -a * logprob
+
+
+def policy_gradient(tokens: Tokens, options: Options, surrogate: Surrogate, level: str) -> Tensor:
+    """A policy-gradient loss with its options: weights, KL and entropy terms.
+
+    level: `token`, `document` (geometric mean of ratios, mean advantage), `document_token` (its
+    value, the gradient of the token's ratio), `document_product`, `clipped_document` (GMPO).
+    """
+    assert tokens.advantages is not None
+    top = top_entropy_slots(tokens, options)
+    values: dict[int, Tensor] = {}
+    bonus = tokens.logprobs.new_zeros(())
+    num_labels = 0
+    for slots in documents(tokens.document_index, tokens.labels):
+        num_labels += len(slots)
+        advantage = torch.stack([tokens.advantages[t] for t in slots]).mean()
+        for t in slots:
+            a = advantage if level in ("document", "clipped_document") else tokens.advantages[t]
+            weight = token_weight(tokens, options, slots, t, a) if t in top else 0.0
+            values[t] = tokens.logprobs.new_zeros(())
+            if weight != 0:
+                ratio = token_ratio(tokens, slots, t, level, options)
+                old = tokens.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+                values[t] = weight * surrogate(ratio, a, tokens.logprobs[t], old[t], options)
+            if options["kl"] is not None:
+                values[t] = values[t] + kl(tokens, options["kl"], slots, t)
+            if t in top and tokens.entropy is not None:
+                bonus = bonus + tokens.entropy[t]
+    loss = normalise(values, tokens, options)
+    if options["entropy"] is not None and options["entropy"]["bonus"]:
+        loss = loss - options["entropy"]["bonus"] * bonus / num_labels
+    return loss
+
+
+def token_ratio(tokens: Tokens, slots: list[int], t: int, level: str, options: Options) -> Tensor:
+    """The ratio of token t of a document at a level."""
+    if level == "none":
+        return torch.ones_like(tokens.logprobs[t])
+    assert tokens.old_logprobs is not None
+    log_ratios = [tokens.logprobs[s] - tokens.old_logprobs[s] for s in slots]
+    if level == "token":
+        return bounded_exp(tokens.logprobs[t] - tokens.old_logprobs[t])
+    if level == "document_product":
+        return bounded_exp(torch.stack(log_ratios).sum())
+    if level == "clipped_document":
+        assert tokens.advantages is not None
+        log_ratios = [
+            torch.clamp(log_ratio, max=options["epsilon_high"])
+            if tokens.advantages[s] > 0
+            else torch.clamp(log_ratio, min=-options["epsilon_low"])
+            for s, log_ratio in zip(slots, log_ratios, strict=True)
+        ]
+    mean = torch.stack(log_ratios).mean()
+    if level == "document_token":
+        return bounded_exp(mean.detach() + tokens.logprobs[t] - tokens.logprobs[t].detach())
+    return bounded_exp(mean)
+
+
+def token_weight(
+    tokens: Tokens, options: Options, slots: list[int], t: int, advantage: Tensor
+) -> float:
+    """The product of the weights and masks of token t."""
+    weight = 1.0
+    correction = options["rollout_correction"]
+    if correction is not None:
+        assert tokens.rollout_logprobs is not None
+        policy = tokens.logprobs if correction["policy"] == "current" else tokens.old_logprobs
+        assert policy is not None
+        logs = {s: (policy[s] - tokens.rollout_logprobs[s]).item() for s in slots}
+        log_weight = logs[t]
+        if correction["level"] == "document":
+            log_weight = sum(logs.values())
+            if correction["mean"] == "geometric":
+                log_weight /= len(slots)
+        weight = math.exp(min(max(log_weight, -BOUND), BOUND))
+        low = 0.0 if correction["low"] is None else correction["low"]
+        high = math.inf if correction["high"] is None else correction["high"]
+        if correction["mode"] == "truncate":
+            weight = min(max(weight, low), high)
+        elif not low <= weight <= high:
+            weight = 0.0
+    mask = options["off_policy_mask"]
+    if mask is not None:
+        behaviour = tokens.old_logprobs if mask["behaviour"] == "old" else tokens.rollout_logprobs
+        assert behaviour is not None
+        drift = sum((behaviour[s] - tokens.logprobs[s]).item() for s in slots) / len(slots)
+        if advantage < 0 and drift > mask["threshold"]:
+            weight = 0.0
+    if options["max_staleness"] is not None:
+        assert tokens.model_version is not None
+        if tokens.current_version - int(tokens.model_version[t]) > options["max_staleness"]:
+            weight = 0.0
+    return weight
+
+
+def kl(tokens: Tokens, options: Options, slots: list[int], t: int) -> Tensor:
+    """coefficient * KL of token t."""
+    assert tokens.ref_logprobs is not None
+    reference = tokens.ref_logprobs[t]
+    if options["estimator"] == "k3":
+        # d saturates, as in the exponential.
+        difference = torch.clamp(tokens.logprobs[t] - reference, -BOUND, BOUND)
+        value = kl_estimate(difference, torch.zeros_like(difference), "k3")
+    else:
+        value = kl_estimate(tokens.logprobs[t], reference, options["estimator"])
+    if options["gradient"] == "ratio":
+        value = value * token_ratio(tokens, slots, t, options["ratio_level"], {})
+    elif options["gradient"] == "straight_through":
+        k2 = kl_estimate(tokens.logprobs[t], reference, "k2")
+        value = value.detach() + k2 - k2.detach()
+    coefficient: float = options["coefficient"]
+    return coefficient * value
+
+
+def top_entropy_slots(tokens: Tokens, options: Options) -> set[int]:
+    """Labelled slots whose entropy is at least the (1 - top_fraction) quantile."""
+    slots = [t for some in documents(tokens.document_index, tokens.labels) for t in some]
+    if options["entropy"] is None or options["entropy"]["top_fraction"] is None or not slots:
+        return set(slots)
+    assert tokens.entropy is not None
+    entropy = tokens.entropy.detach()
+    ordered = sorted(entropy[t].item() for t in slots)
+    position = (1 - options["entropy"]["top_fraction"]) * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    quantile = ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    return {t for t in slots if entropy[t].item() >= quantile}
+
+
+LOSSES: dict[str, Callable[[Tokens, Options], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "z_loss": z_loss,
+    "dpo": dpo,
+    "distillation": distillation,
+    "grpo": lambda tokens, options: policy_gradient(tokens, options, clipped, "token"),
+    "gspo": lambda tokens, options: policy_gradient(tokens, options, clipped, "document"),
+    "gspo_token": lambda tokens, options: policy_gradient(
+        tokens, options, clipped, "document_token"
+    ),
+    "luspo": lambda tokens, options: policy_gradient(tokens, options, clipped, "document"),
+    "cispo": lambda tokens, options: policy_gradient(
+        tokens, options, cispo, options["ratio_level"]
+    ),
+    "sapo": lambda tokens, options: policy_gradient(tokens, options, sapo, options["ratio_level"]),
+    "gmpo": lambda tokens, options: policy_gradient(tokens, options, gmpo, "clipped_document"),
+    "vespo": lambda tokens, options: policy_gradient(tokens, options, vespo, "document_product"),
+    "dppo": lambda tokens, options: policy_gradient(tokens, options, dppo, "token"),
+    "reinforce": lambda tokens, options: policy_gradient(tokens, options, reinforce, "none"),
+}
