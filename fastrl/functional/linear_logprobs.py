@@ -7,6 +7,7 @@ vocabulary size and its backward computes logits again, tile by tile. `linear_lo
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ def recompute_backward(
                 hidden[chunk],
                 slab,
                 labels[chunk],
-                statistics.map(lambda value, chunk=chunk: value[chunk]),
+                statistics.map(itemgetter(chunk)),
                 gradients.rows(chunk),
                 transform.rows(chunk),
                 problem.tile(bias, first, last),

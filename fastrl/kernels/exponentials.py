@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.linear import BLOCKS
+from fastrl.kernels import linear
 from fastrl.kernels.transform import LN_2, LOG2_E, as_fp32
 
 # |n| is at least this times |g_logprob|: below, the part of p is lost in rounding anyway, and
@@ -102,7 +102,7 @@ def finish_exponentials(
         HAS_SOFTCAP=softcap is not None,
         HAS_GRAD_LOGSUMEXP=grad_logsumexp is not None,
         HAS_GRAD_ENTROPY=grad_entropy is not None,
-        TILE=BLOCKS.columns,
+        TILE=linear.BLOCKS.columns,
         BLOCK_TILES=512,
         BLOCK=2048,
         num_warps=4,

@@ -243,7 +243,6 @@ def _launch(
     assert logit_scale != 0.0, "logits of a zero scale have no order"
     blocks = BLOCKS
     num_rows, depth = hidden_states.shape
-    row_temperature = isinstance(temperature, Tensor)
     tiles = triton.cdiv(num_rows, blocks.rows) * triton.cdiv(weight.shape[0], blocks.columns)
     unused = dict.fromkeys(
         (
@@ -264,7 +263,9 @@ def _launch(
         else TensorDescriptor.from_tensor(output, [blocks.rows, blocks.columns // 2]),
         labels=labels.contiguous(),
         bias=bias,
-        temperature=temperature.contiguous() if row_temperature else float(temperature),
+        temperature=temperature.contiguous()
+        if isinstance(temperature, Tensor)
+        else float(temperature),
         num_rows=num_rows,
         total_columns=weight.shape[0],
         depth=depth,
@@ -272,7 +273,7 @@ def _launch(
         logit_scale=float(logit_scale),
         EPILOGUE=epilogue,
         HAS_BIAS=bias is not None,
-        ROW_TEMPERATURE=row_temperature,
+        ROW_TEMPERATURE=isinstance(temperature, Tensor),
         HAS_SOFTCAP=softcap is not None,
         # tanh is odd: with a cap the sign is inside of it.
         NEGATIVE_SCALE=logit_scale < 0 and softcap is None,

@@ -107,7 +107,7 @@ def linear_kernel(
             if HAS_SOFTCAP:
                 product, cap_slope = tanh_and_slope(product * (logit_scale / softcap))
                 scale = inverse_temperature * softcap
-            # From here on product * scale is the logit, and product * factor that in units of log 2.
+            # From here on product * scale is the logit, product * factor that in units of log 2.
             factor = scale * LOG2_E
             if first + BLOCK_V > num_columns:
                 lowest = float("inf") if NEGATIVE_SCALE else float("-inf")
@@ -131,9 +131,8 @@ def linear_kernel(
                     g_entropy = tl.load(grad_entropy + rows, mask=row_mask, other=0.0)
                     g_p -= g_entropy * tl.load(entropy + rows, mask=row_mask, other=0.0)
                     log_p = tl.maximum(shifted, LOWEST)
-                    gradient *= (g_p[:, None] * slope) - (
-                        g_entropy[:, None] * (slope * LN_2)
-                    ) * log_p
+                    g_log = g_entropy[:, None] * (slope * LN_2)
+                    gradient *= g_p[:, None] * slope - g_log * log_p
                 else:
                     gradient *= g_p[:, None] * slope
                 if any_label:
@@ -157,13 +156,14 @@ def linear_kernel(
                 reference = tl.where(is_empty, 0.0, reference)
                 shifted = product * factor - reference[:, None]
                 exponential = tl.exp2(shifted)
-                target = partials + (tile_v * 3).to(tl.int64) * num_rows + rows
+                stride = tl.cast(num_rows, tl.int64)
+                target = partials + tile_v * 3 * stride + rows
                 nats = tl.where(is_empty, float("-inf"), reference * LN_2)
                 tl.store(target, nats, mask=row_mask)
-                tl.store(target + num_rows, tl.sum(exponential, 1), mask=row_mask)
+                tl.store(target + stride, tl.sum(exponential, 1), mask=row_mask)
                 if HAS_ENTROPY:
                     sum_shifted = tl.sum(tl.maximum(shifted, LOWEST) * exponential, 1) * LN_2
-                    tl.store(target + 2 * num_rows, sum_shifted, mask=row_mask)
+                    tl.store(target + 2 * stride, sum_shifted, mask=row_mask)
                 if EPILOGUE == EXPONENTIALS:
                     if HAS_SOFTCAP:
                         exponential *= cap_slope

@@ -15,7 +15,9 @@ def merge_partial_statistics(
     *,
     entropy: bool,
 ) -> None:
-    """Merges N parts (reference m, s = sum e^(z-m), u = sum (z-m) e^(z-m)) into the first three rows.
+    """Merges N parts into the first three rows of the statistics, in place.
+
+    A part is a reference m, s = sum e^(z-m) and u = sum (z-m) e^(z-m).
 
     m need not be the part's maximum; a part without a finite logit has m = -inf and s = u = 0.
     The order of summation depends on N alone: the same call gives the same bits.

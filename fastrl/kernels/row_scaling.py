@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Of a grid-strided pass: several for each multiprocessor.
+MAX_PROGRAMS = 1056
+
 
 def scale_rows(
     values: Tensor,  # [R, D]
@@ -92,7 +95,7 @@ def scale_in_place(
     if tensor.numel() == 0:
         return
     block = 4096
-    num_programs = min(triton.cdiv(tensor.numel(), block), 1056)
+    num_programs = min(triton.cdiv(tensor.numel(), block), MAX_PROGRAMS)
     _scale_kernel[(num_programs,)](
         tensor=tensor, factor=factor, size=tensor.numel(), BLOCK=block, num_warps=4
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,9 +52,8 @@ def update_row_statistics(
     block = min(4096, max(triton.next_power_of_2(num_columns), 128))
     num_parts = 1
     if num_rows < ROWS_TO_FILL_A_DEVICE:
-        num_parts = min(
-            triton.cdiv(ROWS_TO_FILL_A_DEVICE, num_rows), triton.cdiv(num_columns, block)
-        )
+        wanted = triton.cdiv(ROWS_TO_FILL_A_DEVICE, num_rows)
+        num_parts = min(wanted, triton.cdiv(num_columns, block))
     partials = statistics
     if num_parts > 1:
         partials = statistics.new_empty(num_parts, 3, num_rows)

@@ -1,0 +1,175 @@
+"""Products with epilogues against dense float64 products, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl.functional.row_ops import RowGradients
+from fastrl.functional.statistics import LABEL
+from fastrl.kernels import linear
+from fastrl.kernels.exponentials import finish_exponentials
+from tests.kernels.cases import (
+    BF16,
+    TILE_CASES,
+    TileCase,
+    finished,
+    new_running,
+    relative_error,
+    true_gradient,
+    true_statistics,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs kernels on the GPU"),
+]
+
+DEPTH = 40  # 8 n, off the block
+SMALL = linear.Blocks(rows=16, columns=64, depth=32, group=2)
+CASES = [replace(case, num_rows=19) for case in TILE_CASES]
+IDS = [case.name for case in CASES]
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "BLOCKS", SMALL)
+
+
+def operands(case: TileCase) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight whose products have the case's spread and offset."""
+    columns = case.num_columns + case.padding
+    hidden = torch.randn(case.num_rows, DEPTH)
+    weight = torch.randn(columns, DEPTH) * (case.spread / DEPTH**0.5)
+    hidden[:, 0] = 1.0
+    weight[:, 0] = case.offset
+    weight[case.num_columns :] = 100.0
+    return hidden.half(), weight.half()
+
+
+def as_products(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.double() @ weight.double().t()
+
+
+def tolerance(case: TileCase) -> float:
+    return 2e-6 * max(case.spread, abs(case.offset), 1.0) / min(case.temperature, 1.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_statistics(case: TileCase) -> None:
+    (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
+    running = new_running(case.num_rows)
+    truth = true_statistics(running, as_products(hidden, weight), labels, case, tile)
+    linear.linear_statistics(running, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    for result, true in zip(finished(running).vectors(), finished(truth).vectors(), strict=True):
+        torch.testing.assert_close(result, true, rtol=3e-6, atol=tolerance(case))
+    torch.testing.assert_close(
+        running[LABEL], truth[LABEL].float(), rtol=3e-6, atol=tolerance(case)
+    )
+
+
+def test_statistics_of_many_rows_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASES[3], first_column=0, num_columns=140)
+    (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
+    whole, chunked = new_running(19), new_running(19)
+    linear.linear_statistics(whole, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    monkeypatch.setattr(linear, "MAX_PARTIAL_BYTES", 12 * 3 * 16)
+    linear.linear_statistics(chunked, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    torch.testing.assert_close(whole, chunked, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_gradient(case: TileCase) -> None:
+    entropy = case.name != "padded"
+    (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
+    products = as_products(hidden, weight)
+    statistics = finished(true_statistics(new_running(case.num_rows), products, labels, case, tile))
+    gradients = case.gradients(entropy=entropy)
+    output = torch.full(products.shape, torch.nan, dtype=torch.bfloat16)
+    padded = torch.nn.functional.pad(output, (0, -output.shape[1] % 8))[:, : output.shape[1]]
+    linear.linear_gradient(
+        padded, hidden, weight, labels, statistics.logsumexp, statistics.entropy,
+        gradients.logprobs, gradients.logsumexp, gradients.entropy, **case.arguments(tile),
+    )  # fmt: skip
+    truth = true_gradient(products, labels, statistics, gradients, case, tile)
+    assert relative_error(padded, truth) < BF16 + tolerance(case)
+    assert (padded[:, case.num_columns :] == 0).all()
+
+
+def exponentials(
+    case: TileCase, entropy: bool, gradients: RowGradients | None = None
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The gradient that the two halves give, the truth, and the number of references."""
+    (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
+    products = as_products(hidden, weight)
+    columns = products.shape[1]
+    memory = torch.full((case.num_rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
+    running, output = new_running(case.num_rows), memory[:, :columns]
+    arguments = case.arguments(tile)
+    partials = linear.linear_exponentials(
+        running, output, hidden, weight, labels, entropy=True, **arguments
+    )
+    true = true_statistics(new_running(case.num_rows), products, labels, case, tile)
+    statistics, truth = finished(running), finished(true)
+    for result, expected in zip(statistics.vectors(), truth.vectors(), strict=True):
+        torch.testing.assert_close(result, expected, rtol=3e-6, atol=4 * tolerance(case) + 2e-5)
+    gradients = gradients or case.gradients(entropy=entropy)
+    del arguments["bias"]
+    factors = finish_exponentials(
+        output, partials, running[LABEL], labels, truth.logsumexp, truth.entropy,
+        gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
+    )  # fmt: skip
+    result = output.double() * factors.double()[:, None]
+    expected = true_gradient(products, labels, truth, gradients, case, tile)
+    return result, expected, labels, len(partials[:, 0].unique())
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_exponentials(case: TileCase) -> None:
+    check_exponentials(case, entropy=False)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[6]], ids=lambda case: case.name)
+def test_exponentials_with_a_gradient_of_the_entropy(case: TileCase) -> None:
+    check_exponentials(case, entropy=True)
+
+
+def check_exponentials(case: TileCase, *, entropy: bool) -> None:
+    result, truth, labels, _ = exponentials(case, entropy)
+    assert relative_error(result, truth) < 2 * BF16 + tolerance(case)
+    assert (result[:, case.num_columns :] == 0).all()
+    # The label's element is exact: its rounding is in the row's factor.
+    column = labels - case.first_column
+    inside = (column >= 0) & (column < case.num_columns)
+    rows = inside.nonzero()[:, 0]
+    picked, true = result[rows, column[rows]], truth[rows, column[rows]]
+    torch.testing.assert_close(picked, true, rtol=1e-5 + 30 * tolerance(case), atol=1e-6)
+
+
+def test_exponentials_of_rows_with_several_references() -> None:
+    case = TileCase("hot", num_rows=8, num_columns=400, spread=120.0)
+    result, truth, _, num_references = exponentials(case, False)
+    assert num_references > 2
+    assert relative_error(result, truth) < 2 * BF16
+
+
+def test_exponentials_of_a_gradient_without_p() -> None:
+    """g_logsumexp = g_logprob is the gradient of the label's logit alone; 0 is that of nothing."""
+    case = TileCase("label only", num_rows=6, num_columns=200)
+    ones = torch.tensor([1.0, 1.0, 1.0, -2.0, 0.0, 0.0])
+    result, truth, _, _ = exponentials(case, False, RowGradients(ones, None, ones.clone()))
+    assert relative_error(result, truth) < 1e-5
+    assert (result[4:] == 0).all()
+
+
+def test_misaligned_operands_are_copied() -> None:
+    case = TileCase("aligned", num_rows=20, num_columns=100)
+    (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
+    memory = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
+    shifted = memory[1:].view(weight.shape).copy_(weight)
+    aligned, misaligned = new_running(20), new_running(20)
+    arguments = case.arguments(tile)
+    linear.linear_statistics(aligned, hidden, weight, labels, entropy=True, **arguments)
+    linear.linear_statistics(misaligned, hidden, shifted, labels, entropy=True, **arguments)
+    assert torch.equal(aligned, misaligned)

@@ -1,0 +1,153 @@
+"""Kernels over rows of logits against the torch operations in float64, in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl.functional.row_ops import VocabularyTile
+from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED
+from fastrl.kernels import row_gradient as gradient_module
+from fastrl.kernels import row_statistics as statistics_module
+from tests.kernels.cases import (
+    BF16,
+    TILE_CASES,
+    TileCase,
+    finished,
+    new_running,
+    relative_error,
+    true_gradient,
+    true_statistics,
+)
+
+pytestmark = [
+    # numpy says what a GPU does silently: -inf - -inf, 0 * inf.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs kernels on the GPU"),
+]
+
+IDS = [case.name for case in TILE_CASES]
+LONG = TileCase("several blocks", num_rows=3, num_columns=9000)
+
+
+def update(
+    running: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    case: TileCase,
+    tile: VocabularyTile,
+    entropy: bool = True,
+) -> None:
+    statistics_module.update_row_statistics(
+        running, logits, labels, entropy=entropy, **case.arguments(tile)
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "rows_to_fill"),
+    [*((case, 1) for case in TILE_CASES), (LONG, 1), (LONG, 512)],
+    ids=[*IDS, "several blocks", "split rows"],
+)
+def test_statistics(case: TileCase, rows_to_fill: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics_module, "ROWS_TO_FILL_A_DEVICE", rows_to_fill)
+    products, labels, tile = case.products(), case.labels(), case.tile()
+    running = new_running(case.num_rows)
+    truth = true_statistics(running, products, labels, case, tile)
+    update(running, products, labels, case, tile)
+    torch.testing.assert_close(running[MAX].double(), truth[MAX], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(running[LABEL].double(), truth[LABEL], rtol=1e-6, atol=1e-6)
+    size = max(case.spread, abs(case.offset))
+    for result, true in zip(finished(running).vectors(), finished(truth).vectors(), strict=True):
+        torch.testing.assert_close(result, true, rtol=3e-6, atol=1e-6 * size + 2e-6)
+
+
+def test_statistics_merge_tiles_whatever_their_order() -> None:
+    case = TileCase("whole", num_columns=600, bias=True)
+    products, labels, tile = case.products(), case.labels(), case.tile()
+    truth = true_statistics(new_running(5), products, labels, case, tile)
+    running = new_running(5)
+    for first, last in ((400, 600), (0, 130), (130, 400)):
+        assert tile.bias is not None
+        arguments = case.arguments(tile) | {
+            "first_column": first,
+            "num_columns": last - first,
+            "bias": tile.bias[first:last],
+        }
+        statistics_module.update_row_statistics(
+            running, products[:, first:last], labels, entropy=True, **arguments
+        )
+    torch.testing.assert_close(running.double(), truth, rtol=2e-6, atol=1e-6)
+
+
+def test_rows_of_minus_infinity_are_not_nan() -> None:
+    case = TileCase("dead rows", num_columns=300)
+    products, labels, tile = case.products(), case.labels(), case.tile()
+    products[1] = -torch.inf
+    products[2, :200] = -torch.inf
+    running = new_running(5)
+    truth = true_statistics(running, products, labels, case, tile)
+    update(running, products, labels, case, tile)
+    assert not running.isnan().any()
+    torch.testing.assert_close(running.double(), truth, rtol=2e-6, atol=1e-6)
+    alive = finished(running)
+    statistics = alive.map(lambda value: torch.nan_to_num(value, nan=0.0, neginf=-torch.inf))
+    gradients = case.gradients(entropy=True)
+    truth = true_gradient(products, labels, statistics, gradients, case, tile)
+    result = gradient_module.row_gradient(
+        products.clone(), labels, statistics.logsumexp, statistics.entropy, gradients.logprobs,
+        gradients.logsumexp, gradients.entropy, out_dtype=torch.float32, **case.arguments(tile),
+    )  # fmt: skip
+    assert relative_error(result, truth) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "rows_to_fill"),
+    [
+        *((case, torch.float32, 1) for case in TILE_CASES),
+        (TILE_CASES[2], torch.bfloat16, 1),
+        (LONG, torch.bfloat16, 1),
+        (LONG, torch.bfloat16, 512),
+        (LONG, torch.float32, 512),
+    ],
+    ids=[*IDS, "bf16", "bf16 in several blocks", "bf16 of split rows", "split rows"],
+)
+def test_gradient(
+    case: TileCase, dtype: torch.dtype, rows_to_fill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_module, "ROWS_TO_FILL_A_DEVICE", rows_to_fill)
+    products, labels, tile = case.products(), case.labels(), case.tile()
+    statistics = finished(true_statistics(new_running(case.num_rows), products, labels, case, tile))
+    gradients = case.gradients(entropy=True)
+    truth = true_gradient(products, labels, statistics, gradients, case, tile)
+    logits = products.clone()
+    result = gradient_module.row_gradient(
+        logits, labels, statistics.logsumexp, statistics.entropy, gradients.logprobs,
+        gradients.logsumexp, gradients.entropy, out_dtype=dtype, **case.arguments(tile),
+    )  # fmt: skip
+    assert result.dtype == dtype
+    size = max(case.spread, abs(case.offset))
+    assert relative_error(result, truth) < (BF16 if dtype == torch.bfloat16 else 1e-6 * size + 2e-6)
+    assert (result[:, case.num_columns :] == 0).all()
+    shares = result.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    assert shares == (rows_to_fill == 1)
+
+
+def test_strided_logits() -> None:
+    case = TileCase("strided", num_columns=100)
+    products, labels, tile = case.products(), case.labels(), case.tile()
+    wide = torch.full((5, 140), 1e6)
+    wide[:, 20:120] = products
+    dense, strided = new_running(5), new_running(5)
+    update(dense, products, labels, case, tile)
+    update(strided, wide[:, 20:120], labels, case, tile)
+    assert torch.equal(dense, strided)
+    repeated = torch.stack([labels, labels], 1)[:, 0]
+    update(again := new_running(5), products, repeated, case, tile)
+    assert torch.equal(dense, again)
+
+
+def test_entropy_is_not_computed_unless_asked_for() -> None:
+    case = TileCase("plain")
+    running = new_running(5)
+    update(running, case.products(), case.labels(), case, case.tile(), entropy=False)
+    assert (running[SUM_SHIFTED] == 0).all()
+    assert (running[SUM_EXP] > 0).all()
