@@ -48,12 +48,11 @@ def test_the_config_of_the_readme_is_valid() -> None:
     assert [phase.type for phase in config.phases] == ["supervised", "rl"]
 
 
-EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_configs_of_the_examples_are_valid(path: Path) -> None:
-    assert load_config(RunConfig, path).phases
+def test_the_configs_of_the_examples_are_valid() -> None:
+    examples = {path.name: path for path in (ROOT / "examples").glob("**/*.yaml")}
+    assert {"llama_grpo.yaml", "llama_gspo.yaml"} <= set(examples)
+    for path in examples.values():
+        assert load_config(RunConfig, path).phases
 
 
 def test_the_errors_that_the_docs_show_are_those_one_gets() -> None:
