@@ -46,9 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from fastrl.config import RunConfig, load_config
+
+    # Before torch is imported, so that a mistake in the config is told at once.
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+
     from fastrl.training.commands import train
 
-    return train(arguments.config, arguments.run_dir, arguments.overrides, resume=arguments.resume)
+    return train(config, arguments.run_dir, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,19 +79,18 @@ def test_a_missing_config_is_one_line_and_exit_code_2(
 def test_overrides_stand_before_and_after_options(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called: list[tuple[Any, ...]] = []
+    called: list[tuple[RunConfig, Path, bool]] = []
 
-    def train(*arguments: Any, resume: bool) -> int:
-        called.append((*arguments, resume))
+    def train(config: RunConfig, run_dir: Path, *, resume: bool) -> int:
+        called.append((config, run_dir, resume))
         return 0
 
     monkeypatch.setattr(commands, "train", train)
-    assert main(["train", str(run_file), "a=1", "--run-dir", "runs/x", "b=2", "c=3"]) == 0
-    assert main(["train", str(run_file), "--run-dir", "runs/x", "--resume", "d=4"]) == 0
-    assert called == [
-        (run_file, Path("runs/x"), ["a=1", "b=2", "c=3"], False),
-        (run_file, Path("runs/x"), ["d=4"], True),
-    ]
+
+    arguments = ["seed=1", "--run-dir", "runs/x", "phases.0.steps=2", "phases.0.epochs=3"]
+    assert main(["train", str(run_file), *arguments]) == 0
+    config = parse_config(RunConfig, parse_yaml(RUN), [arguments[0], *arguments[3:]])
+    assert called == [(config, Path("runs/x"), False)]
 
 
 @pytest.mark.parametrize(

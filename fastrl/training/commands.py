@@ -26,27 +26,23 @@ from fastrl.training.setup import build_parts
 CONFIG_FILE = "config.yaml"
 
 
-def train(
-    config_path: Path, run_dir: Path, overrides: Sequence[str], *, resume: bool = False
-) -> int:
+def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     """Trains as a config says and returns the exit code 0.
 
     Nothing is written before the config, the environment, the model and the data of the first phase
     have been found good.
 
     Args:
-        config_path: YAML file.
+        config: of the run.
         run_dir: where everything goes; new or empty, unless `resume`.
-        overrides: `key.path=value`.
         resume: go on from the latest checkpoint of `run_dir`.
 
     Raises:
-        UserError: as `load_config`, `build_parts`, `Phase` and `Trainer.run`; a folder that is in
+        UserError: as `build_parts`, `Phase` and `Trainer.run`; a folder that is in
             use, or not that of a run to resume.
         KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
     """
     started = time.monotonic()
-    config = load_config(RunConfig, config_path, overrides)
     checkpoint = _checkpoint_to_resume(config, run_dir) if resume else None
     if checkpoint is None:
         _check_unused(run_dir)
