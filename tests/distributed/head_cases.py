@@ -263,7 +263,7 @@ def one_process(case_name: str, run: HeadRun) -> WholeResult:
         list(hidden.grad[: batch.num_tokens].split(batch.document_lengths)),
         head.weight.grad,
         None if head.bias is None else head.bias.grad,
-        output.metrics,
+        reduce_metrics(output.metrics, ()),
     )
 
 

@@ -122,13 +122,19 @@ class RankPool:
                 try:
                     error, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self._workers[rank].process.join()
-                    code = self._workers[rank].process.exitcode
-                    self._fail(f"rank {rank} of {world_size} died with exit code {code}")
+                    error, result = "died", None
                 if error is not None:
-                    self._fail(f"rank {rank} of {world_size} raised\n{error}")
+                    self._fail(self._died(world_size) or f"rank {rank} raised\n{error}")
                 results[rank] = result
         return [results[rank] for rank in range(world_size)]
+
+    def _died(self, world_size: int) -> str | None:
+        """Which ranks died; the others may have raised for that reason, and sooner."""
+        processes = [worker.process for worker in self._workers[:world_size]]
+        wait([process.sentinel for process in processes], 1.0)
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        died = [f"rank {rank} died with exit code {codes[rank]}" for rank in codes if codes[rank]]
+        return ", ".join(died) or None
 
     def _hung(self, ranks: list[int]) -> str:
         for rank in ranks:
