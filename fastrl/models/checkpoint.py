@@ -177,7 +177,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: must have a mapping `weight_map` of tensors to files")
         files = {name: folder / file for name, file in weight_map.items()}
-        held = {file: _tensor_names(file) for file in set(files.values())}
+        held = {file: set(_tensor_names(file)) for file in set(files.values())}
         lost = [name for name, file in files.items() if name not in held[file]]
         if lost:
             raise UserError(f"{index}: `{lost[0]}` must be in {files[lost[0]].name}, but is not")
@@ -186,9 +186,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if not name.endswith(_IGNORED_SUFFIX)}
 
 
-def _tensor_names(file: Path) -> set[str]:
+def _tensor_names(file: Path) -> list[str]:
     with _opened(file) as tensors:
-        return set(tensors.keys())
+        return sorted(tensors.keys())
 
 
 def _read_json(file: Path) -> dict[str, Any]:
