@@ -90,7 +90,9 @@ def top_fraction(
     """
 
     def count(total: Tensor) -> Tensor:
-        return total - ((1 - fraction) * (total - 1).double()).ceil().long()
+        # A position that is an integer but for rounding, as 0.3 * 30, is that integer.
+        position = (1 - fraction) * (total - 1).double() - 1e-9 * total
+        return total - position.ceil().long()
 
     values = torch.where(mask, values, 0)
     threshold = upper_threshold(values[None], mask.long()[None], count, groups)

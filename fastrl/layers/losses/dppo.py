@@ -31,8 +31,8 @@ class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
         ratio = terms.ratio.detach()
         if self.config.max_ratio is not None:
             ratio = ratio.clamp(max=self.config.max_ratio)
-        kept = ~(low | high)
-        return -kept * ratio * terms.advantages * terms.logprobs
+        ratio = torch.where(low | high, 0, ratio)
+        return -ratio * terms.advantages * terms.logprobs
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
         """Tokens that the mask drops: fallen (low) or risen (high) too far."""

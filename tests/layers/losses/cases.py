@@ -1,0 +1,298 @@
+"""Every loss and option as a named case, and the documents they are computed on.
+
+The tests of the [T] functions, of the head, of kernels and of ranks share this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
+from fastrl.config import AnyLossConfig
+from fastrl.functional import reference_losses
+from fastrl.layers.losses import LanguageModelLoss, build_loss
+
+VOCAB_SIZE = 29
+CURRENT_VERSION = 7
+UNLIKELY = 7  # document that the policy has moved away from
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A loss config, and what kind of documents it is for."""
+
+    name: str
+    config: Mapping[str, Any] = field(hash=False)
+    pairs: bool = False
+
+    @property
+    def parsed(self) -> AnyLossConfig:
+        """The validated config."""
+        config: AnyLossConfig = TypeAdapter(AnyLossConfig).validate_python(dict(self.config))
+        return config
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All fields, as the definition takes them."""
+        return self.parsed.model_dump()
+
+    def documents(self) -> list[Document]:
+        """Documents with every column that the loss needs."""
+        return preference_documents() if self.pairs else policy_documents()
+
+    def loss(self) -> LanguageModelLoss[Any]:
+        """The loss on one rank."""
+        return build_loss(self.parsed)
+
+    def reference(self, tokens: reference_losses.Tokens) -> Tensor:
+        """The definition's value, without the loss's weight."""
+        return reference_losses.LOSSES[self.config["type"]](tokens, self.options)
+
+
+def _cases(loss: str, *variants: tuple[str, dict[str, Any]]) -> list[LossCase]:
+    return [
+        LossCase("_".join(filter(None, (loss, name))), {"type": loss, **config})
+        for name, config in variants
+    ]
+
+
+# A clip that some of the ratios of `policy_documents` exceed on either side.
+CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
+NARROW = {"epsilon_low": 0.05, "epsilon_high": 0.08}
+
+CASES = [
+    *_cases(
+        "cross_entropy",
+        ("", {}),
+        ("documents", {"normalisation": "documents"}),
+        ("groups", {"normalisation": "groups"}),
+        ("smoothed", {"label_smoothing": 0.2}),
+    ),
+    *_cases("z_loss", ("", {"weight": 0.5})),
+    *_cases(
+        "grpo",
+        ("", CLIP),
+        ("constant", CLIP | {"normalisation": "constant", "length": 16}),
+        ("documents", CLIP | {"normalisation": "documents"}),
+        ("groups", CLIP | {"normalisation": "groups"}),
+        ("delta", CLIP | {"delta": 1.3}),
+        ("dapo", {"preset": "dapo"}),
+    ),
+    *_cases("gspo", ("", NARROW), ("tokens", NARROW | {"normalisation": "tokens"})),
+    *_cases("gspo_token", ("", NARROW | {"delta": 1.2})),
+    *_cases("luspo", ("", NARROW)),
+    *_cases(
+        "cispo",
+        ("", {}),
+        ("both", {"epsilon_low": 0.1, "epsilon_high": 0.1}),
+        ("document", {"epsilon_high": 0.05, "ratio_level": "document"}),
+    ),
+    *_cases(
+        "sapo",
+        ("", {}),
+        ("document", {"ratio_level": "document", "tau_positive": 3.0}),
+        ("document_token", {"ratio_level": "document_token"}),
+    ),
+    *_cases("gmpo", ("", {"epsilon_low": 0.2, "epsilon_high": 0.1})),
+    *_cases("vespo", ("", {}), ("flat", {"power_positive": 0.5, "rate_negative": 0.1})),
+    *_cases(
+        "dppo",
+        ("", {"epsilon_low": 0.01, "epsilon_high": 0.02}),
+        ("kl", {"divergence": "kl", "epsilon_low": 0.005, "epsilon_high": 0.005}),
+        ("unbounded", {"max_ratio": None}),
+    ),
+    *_cases("reinforce", ("", {}), ("sums", {"normalisation": "constant", "length": 1})),
+    # Options, on a token-level and on a document-level loss.
+    *_cases(
+        "grpo",
+        ("kl_ratio", CLIP | {"kl": {"coefficient": 0.3}}),
+        ("kl_k1_ratio", CLIP | {"kl": {"coefficient": 0.3, "estimator": "k1"}}),
+        ("kl_plain", {"kl": {"coefficient": 0.3, "gradient": "estimator"}}),
+        ("kl_k2", {"kl": {"coefficient": 0.3, "estimator": "k2", "gradient": "estimator"}}),
+        ("kl_through", {"kl": {"coefficient": 0.3, "gradient": "straight_through"}}),
+        ("kl_document", {"kl": {"coefficient": 0.3, "ratio_level": "document"}}),
+        ("kl_product", {"kl": {"coefficient": 0.3, "ratio_level": "document_product"}}),
+        ("truncated", CLIP | {"rollout_correction": {"low": 0.9, "high": 1.05}}),
+        ("masked", {"rollout_correction": {"mode": "mask", "low": 0.9, "high": 1.1}}),
+        (
+            "product",
+            {"rollout_correction": {"level": "document", "mean": "product", "high": 1.1}},
+        ),
+        (
+            "geometric_masked",
+            {
+                "rollout_correction": {
+                    "level": "document",
+                    "mean": "geometric",
+                    "mode": "mask",
+                    "low": 0.97,
+                    "high": 1.03,
+                }
+            },
+        ),
+        ("current", {"rollout_correction": {"policy": "current", "high": 1.1}}),
+        ("off_policy", CLIP | {"off_policy_mask": {"threshold": 0.02}}),
+        ("stale", {"max_staleness": 2}),
+        ("bonus", CLIP | {"entropy": {"bonus": 0.1}}),
+        ("top_entropy", {"entropy": {"bonus": 0.1, "top_fraction": 0.4}}),
+        (
+            "everything",
+            CLIP
+            | {
+                "delta": 1.4,
+                "normalisation": "groups",
+                "kl": {"coefficient": 0.2},
+                "rollout_correction": {"high": 1.1},
+                "off_policy_mask": {"threshold": 0.05, "behaviour": "rollout"},
+                "max_staleness": 3,
+                "entropy": {"bonus": 0.05, "top_fraction": 0.7},
+            },
+        ),
+    ),
+    *_cases(
+        "gspo",
+        ("kl", NARROW | {"kl": {"coefficient": 0.3, "ratio_level": "document"}}),
+        ("truncated", NARROW | {"rollout_correction": {"high": 1.02}}),
+        ("off_policy", {"off_policy_mask": {"threshold": 0.02, "behaviour": "rollout"}}),
+        ("bonus", {"entropy": {"bonus": 0.1}}),
+    ),
+    *_cases(
+        "reinforce",
+        (
+            "options",
+            {
+                "kl": {"coefficient": 0.2, "gradient": "straight_through"},
+                "rollout_correction": {"policy": "current", "high": 1.05},
+                "off_policy_mask": {"threshold": 0.05, "behaviour": "rollout"},
+            },
+        ),
+    ),
+    LossCase("dpo", {"type": "dpo"}, pairs=True),
+    LossCase("dpo_mean", {"type": "dpo", "log_ratio": "mean", "beta": 2.0}, pairs=True),
+    LossCase("dpo_ipo", {"type": "dpo", "variant": "ipo", "beta": 0.3}, pairs=True),
+    LossCase("dpo_hinge", {"type": "dpo", "variant": "hinge", "beta": 0.5}, pairs=True),
+    *_cases(
+        "distillation",
+        ("", {}),
+        ("reverse", {"divergence": "reverse_kl", "normalisation": "documents"}),
+        ("jensen_shannon", {"divergence": "jensen_shannon", "beta": 0.3}),
+    ),
+]
+
+BY_NAME = {case.name: case for case in CASES}
+assert len(BY_NAME) == len(CASES)
+
+
+def policy_documents() -> list[Document]:
+    """Ordinary, one-label, prompt-only, masked, zero-advantage and far off-policy documents."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(size: int, std: float, mean: float = 0.0) -> list[float]:
+        draws = mean + std * torch.randn(size, generator=generator, dtype=torch.float64)
+        return draws.float().tolist()
+
+    def document(
+        length: int, prompt_length: int, advantage: float, group: str, shift: float = 0.0
+    ) -> Document:
+        old = normal(length, 0.5, -3.2)
+        return Document(
+            tokens=torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist(),
+            prompt_length=prompt_length,
+            logprobs=[x + shift for x in old],
+            ref_logprobs=[x + e for x, e in zip(old, normal(length, 0.4), strict=True)],
+            rollout_logprobs=[x + e for x, e in zip(old, normal(length, 0.1), strict=True)],
+            advantage=advantage,
+            model_version=CURRENT_VERSION - length % 5,
+            reward=advantage + 0.25,
+            group_id=group,
+        )
+
+    masked = replace(
+        document(8, 0, 0.0, "b"),
+        prompt_length=None,
+        loss_mask=[False, True, True, False, False, True, False, True],
+        advantage=[0.0, 0.5, -1.5, 9.0, 9.0, 0.0, 9.0, 2.0],
+    )
+    return [
+        document(7, 2, 0.5, "a"),
+        document(5, 4, -1.0, "a"),
+        document(3, 3, 1.0, "a"),
+        document(9, 1, 0.0, "b"),
+        document(1, 0, 1.0, "c"),
+        masked,
+        document(6, 3, 2.0, "c", shift=-40.0),
+        document(4, 1, -0.7, "c"),
+        document(2, 1, 1.3, "d"),
+        document(8, 2, -0.6, "d"),
+    ]
+
+
+def preference_documents() -> list[Document]:
+    """Pairs of a chosen and a rejected document, in any order, one pair apart."""
+    documents = [x for x in policy_documents() if not isinstance(x.advantage, list)]
+    documents = [x for x in documents if x.prompt_length is not None]
+    usable = [x for x in documents if len(x.tokens) > x.prompt_length][:6]  # type: ignore[operator]
+    pairs = ("p", "q", "p", "r", "r", "q")
+    signs = (1.0, -1.0, -1.0, 1.0, -1.0, 1.0)
+    return [
+        replace(x, group_id=pair, advantage=sign)
+        for x, pair, sign in zip(usable, pairs, signs, strict=True)
+    ]
+
+
+def pack(documents: list[Document], pad_to_multiple: int = 8) -> BatchKwargs:
+    """The one batch of all documents on one rank, in float64."""
+    (batch,) = TokenBatch.from_documents(documents, pad_to_multiple=pad_to_multiple).to_kwargs()
+    return widen(batch)
+
+
+def widen(batch: BatchKwargs) -> BatchKwargs:
+    """The batch with float64 columns, in which exactness is tested."""
+    changes = {
+        name: value.double()
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+        if (value := getattr(batch, name)) is not None
+    }
+    return batch.replace(current_version=CURRENT_VERSION, **changes)
+
+
+def random_statistics(batch: BatchKwargs) -> TokenStatistics:
+    """Statistics near the old policy, as leaves that require grad; garbage without label."""
+    generator = torch.Generator().manual_seed(17)
+
+    def normal(std: float) -> Tensor:
+        return std * torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+
+    assert batch.old_logprobs is not None
+    # One document has become likely, one unlikely, beyond where ratios saturate.
+    centre = batch.old_logprobs.clamp(-5, -1)
+    centre = torch.where(batch.document_index == UNLIKELY, -30.0, centre)
+    garbage = torch.where(batch.labels == -100, 1e3, 0.0)
+    vectors = {
+        "logprobs": (centre + normal(0.3)).clamp(max=-0.01),
+        "entropy": normal(0.8).abs() + 0.1,
+        "logsumexp": normal(1.0) + 3,
+        "mean_logit": normal(0.5),
+        "divergence": normal(0.5).abs(),
+    }
+    return TokenStatistics(
+        **{name: (value + garbage).requires_grad_() for name, value in vectors.items()}
+    )
+
+
+def reference_tokens(statistics: TokenStatistics, batch: BatchKwargs) -> reference_losses.Tokens:
+    """The same for the definition."""
+    names = {field.name for field in fields(reference_losses.Tokens)}
+    values = {
+        name: getattr(source, name)
+        for source in (batch, statistics)
+        for name in names
+        if hasattr(source, name)
+    }
+    return reference_losses.Tokens(**values)
