@@ -251,6 +251,11 @@ class LanguageModelHead(nn.Module):
         self, hidden_states: Tensor, batch: BatchKwargs, teacher: Teacher
     ) -> HeadOutput:
         """The losses that compare with a teacher: a pass over both heads' logits for each."""
+        if self.config.strategy == "single_pass":
+            raise ValueError(
+                "`strategy: single_pass` must not be given with a loss of type `distillation`, which"
+                " takes a pass over both heads' logits of its own; use `auto` or `recompute`."
+            )
         total: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         rows = self._labelled_rows(batch).index

@@ -62,7 +62,9 @@ class ZLoss(LanguageModelLoss[ZLossConfig]):
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The squared log-sum-exp."""
-        return self.normalise(masked(statistics.logsumexp.square(), batch.labels != -100), batch)
+        # Masked before the square, whose derivative would multiply 0 by what is there.
+        logsumexp = masked(statistics.logsumexp, batch.labels != -100)
+        return self.normalise(logsumexp.square(), batch)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:

@@ -1,0 +1,85 @@
+"""The entropy controller and the top-entropy mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastrl.config import EntropyConfig
+from fastrl.functional.order_statistics import ordered_keys, top_fraction, upper_threshold
+from fastrl.layers.losses.entropy import EntropyBonus
+from tests.layers.losses.cases import pack, policy_documents
+from tests.layers.losses.test_head_losses import make_head, make_hidden
+
+
+def test_the_bonus_follows_the_target_within_its_bounds() -> None:
+    adaptive = {"target": 1.0, "step": 0.25, "low": 0.1, "high": 0.4}
+    bonus = EntropyBonus(EntropyConfig.model_validate({"bonus": 0.1, "adaptive": adaptive}))
+    assert bonus.value == 0.1
+    bonus.end_step(0.9)
+    assert bonus.value == pytest.approx(0.35)
+    bonus.end_step(1.0)
+    assert bonus.value == 0.4
+    bonus.end_step(1.1)
+    assert bonus.factor == pytest.approx(0.15)
+    assert bonus.value == 0  # above the target it does not act
+    restored = EntropyBonus(EntropyConfig.model_validate({"adaptive": adaptive}))
+    restored.load_state_dict(bonus.state_dict())
+    bonus.end_step(0.5)
+    restored.end_step(0.5)
+    assert restored.value == bonus.value == pytest.approx(0.4)
+
+
+def test_the_head_moves_the_bonus_of_its_losses() -> None:
+    adaptive = {"target": 10.0, "step": 0.5}
+    head = make_head({"policy": {"type": "grpo", "entropy": {"adaptive": adaptive}}})
+    batch = pack(policy_documents())
+    hidden = make_hidden(batch)
+    before = head(hidden, batch)
+    assert before.metrics["policy/entropy_bonus_max"].item() == 0
+    head.end_step(before.metrics)
+    after = head(hidden, batch)
+    entropy = before.metrics["policy/entropy"]
+    torch.testing.assert_close(after.loss, before.loss - 0.5 * entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_have_the_order_of_the_values(dtype: torch.dtype) -> None:
+    values = torch.tensor(
+        [-torch.inf, -1e30, -1.0, -1e-40, -0.0, 0.0, 1e-40, 0.5, 1.0, 3e38, torch.inf], dtype=dtype
+    )
+    keys = ordered_keys(values)
+    assert keys[4] == keys[5]
+    distinct = torch.cat([keys[:5], keys[6:]])
+    assert (distinct[1:] > distinct[:-1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 10, 31, 200])
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.7, 0.99])
+def test_the_mask_is_that_of_the_quantile(fraction: float, count: int, dtype: torch.dtype) -> None:
+    values = torch.randn(count + 5, dtype=dtype)
+    values[::3] = values[0]  # ties
+    mask = torch.ones(count + 5, dtype=torch.bool)
+    mask[torch.randperm(count + 5)[:5]] = False
+    quantile = torch.quantile(values[mask].double(), 1 - fraction)
+    expected = mask & (values.double() >= quantile - 1e-12)
+    assert torch.equal(top_fraction(values, mask, fraction), expected)
+
+
+def test_no_value_takes_part() -> None:
+    mask = torch.zeros(4, dtype=torch.bool)
+    assert not top_fraction(torch.randn(4), mask, 0.5).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threshold_on_mass(dtype: torch.dtype) -> None:
+    values = torch.randn(5, 40, dtype=dtype)
+    weights = torch.softmax(values, 1)
+    threshold = upper_threshold(values, weights, lambda total: total * 0.8)
+    kept = ordered_keys(values) >= threshold[:, None]
+    for row in range(5):
+        ordered, index = values[row].sort(descending=True)
+        mass = weights[row][index].cumsum(0)
+        number = int((mass < 0.8 * weights[row].sum()).sum()) + 1
+        assert torch.equal(kept[row], values[row] >= ordered[number - 1])

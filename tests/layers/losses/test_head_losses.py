@@ -1,0 +1,252 @@
+"""Each loss and option under the head: both strategies and all chunkings give the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import BatchKwargs, LanguageModelHead, LanguageModelHeadConfig, TokenStatistics
+from fastrl.functional import reference, reference_losses
+from fastrl.functional.linear_divergence import Teacher
+from tests.layers.losses.cases import (
+    BY_NAME,
+    CASES,
+    VOCAB_SIZE,
+    LossCase,
+    pack,
+    policy_documents,
+    reference_tokens,
+)
+
+HIDDEN_SIZE = 5
+PADDED = 33
+CHUNKS = (1, 3, 12, None)
+
+
+def make_head(losses: dict[str, Any], **options: Any) -> LanguageModelHead:
+    """A float64 head with bias, cap and padding."""
+    config = LanguageModelHeadConfig.model_validate(
+        {
+            "hidden_size": HIDDEN_SIZE,
+            "vocab_size": VOCAB_SIZE,
+            "padded_vocab_size": PADDED,
+            "bias": True,
+            "softcap": 5.0,
+            "losses": losses,
+        }
+        | options
+    )
+    head = LanguageModelHead(config, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(generator=generator)
+    return head
+
+
+def make_hidden(batch: BatchKwargs, size: int = HIDDEN_SIZE, seed: int = 11) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch.num_tokens, size, generator=generator, dtype=torch.float64)
+
+
+def make_teacher(batch: BatchKwargs) -> Teacher:
+    generator = torch.Generator().manual_seed(23)
+    weight = torch.randn(PADDED, 7, generator=generator, dtype=torch.float64)
+    return Teacher(make_hidden(batch, 7, 29), weight, weight[:, 0].clone(), 4.0, 0.7)
+
+
+def close_to_policy(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs) -> BatchKwargs:
+    """The batch with old policies near the head's own, so that some ratios are inside of a clip."""
+    head.eval()
+    logprobs = head(hidden, batch).logprobs
+    head.train()
+    generator = torch.Generator().manual_seed(31)
+
+    def near(scale: float, centre: Tensor) -> Tensor:
+        noise = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+        return (centre + scale * noise).clamp(max=-1e-3)
+
+    assert logprobs is not None
+    old = near(0.25, logprobs)
+    return batch.replace(
+        old_logprobs=old, ref_logprobs=near(0.3, logprobs), rollout_logprobs=near(0.1, old)
+    )
+
+
+def definition(
+    head: LanguageModelHead,
+    hidden: Tensor,
+    batch: BatchKwargs,
+    case: LossCase,
+    teacher: Teacher | None = None,
+) -> Tensor:
+    """The loss with logits materialised, in plain loops."""
+    parsed = case.parsed
+
+    def logits(
+        states: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None, scale: float
+    ) -> Tensor:
+        return reference.logits(
+            states,
+            weight,
+            bias=bias,
+            temperature=batch.temperature / parsed.logits_scale,
+            softcap=cap,
+            logit_scale=scale,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    z = logits(hidden, head.weight, head.bias, head.config.softcap, head.config.logit_scale)
+    statistics = TokenStatistics(*reference.token_statistics(z, batch.labels), mean_logit=z.mean(1))
+    if teacher is not None:
+        z_teacher = logits(
+            teacher.hidden_states,
+            teacher.weight,
+            teacher.bias,
+            teacher.softcap,
+            teacher.logit_scale,
+        )
+        options = case.options
+        divergences = [
+            reference_losses.token_divergence(a, b, options["divergence"], options["beta"])
+            for a, b in zip(z, z_teacher, strict=True)
+        ]
+        statistics = replace(statistics, divergence=torch.stack(divergences))
+    return parsed.weight * case.reference(reference_tokens(statistics, batch))
+
+
+def assert_equal_gradients(
+    head: LanguageModelHead, hidden: Tensor, actual: Tensor, expected: Tensor, tolerance: float
+) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    upstream = torch.tensor(-1.7, dtype=torch.float64)
+    inputs = [hidden, *head.parameters()]
+    for got, wanted in zip(
+        torch.autograd.grad(actual, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_head_equals_the_definition(case: LossCase, strategy: str) -> None:
+    head = make_head({"policy": dict(case.config)}, strategy=strategy)
+    batch = pack(case.documents())
+    hidden = make_hidden(batch).requires_grad_()
+    batch = close_to_policy(head, hidden, batch)
+    teacher = make_teacher(batch) if "divergence" in case.loss().needs else None
+    if strategy == "single_pass" and (
+        case.loss().level in ("group", "batch") or case.loss().needs - {"entropy"}
+    ):
+        with pytest.raises(ValueError, match="`strategy: single_pass` must"):
+            head(hidden, batch, teacher=teacher)
+        return
+    for chunk_size in CHUNKS:
+        if strategy == "single_pass" and case.loss().level == "document" and chunk_size in (1, 3):
+            continue  # no document fits a chunk
+        head = make_head(
+            {"policy": dict(case.config)},
+            strategy=strategy,
+            chunk_size=chunk_size,
+            metrics=chunk_size != 3,
+        )
+        loss = head(hidden, batch, teacher=teacher).loss
+        expected = definition(head, hidden, batch, case, teacher)
+        assert_equal_gradients(head, hidden, loss, expected, 1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+def test_losses_of_several_scales_and_weights(strategy: str) -> None:
+    names = ("grpo", "cross_entropy", "z_loss", "gspo", "grpo_bonus")
+    scales = (1.0, 0.5, 0.5, 1.0, 2.0)
+    losses = {
+        name: dict(BY_NAME[name].config) | {"logits_scale": scale, "weight": 0.3 + i}
+        for i, (name, scale) in enumerate(zip(names, scales, strict=True))
+    }
+    head = make_head(losses, strategy=strategy, chunk_size=12)
+    batch = pack(policy_documents()).replace(temperature=0.8)
+    hidden = make_hidden(batch).requires_grad_()
+    batch = close_to_policy(head, hidden, batch)
+    output = head(hidden, batch, return_logprobs=True)
+    expected = torch.stack(
+        [definition(head, hidden, batch, LossCase(name, config)) for name, config in losses.items()]
+    ).sum()
+    assert_equal_gradients(head, hidden, output.loss, expected, 1e-10)
+    head.eval()
+    evaluated = head(hidden, batch)
+    torch.testing.assert_close(output.logprobs, evaluated.logprobs)
+    torch.testing.assert_close(output.entropy, evaluated.entropy)
+
+
+def test_logprobs_without_a_loss_of_scale_one() -> None:
+    head = make_head({"policy": {"type": "grpo", "logits_scale": 2.0}})
+    batch = pack(policy_documents())
+    hidden = make_hidden(batch)
+    output = head(hidden, batch, return_logprobs=True)
+    head.eval()
+    torch.testing.assert_close(output.logprobs, head(hidden, batch).logprobs)
+
+
+def test_statistics_on_request() -> None:
+    head = make_head({"policy": {"type": "grpo"}})
+    batch = pack(policy_documents())
+    hidden = make_hidden(batch).requires_grad_()
+    names = ("mean_logit", "sum_squares", "is_argmax")
+    output = head(hidden, batch, statistics=names)
+    assert not head(hidden, batch).statistics
+    z = reference.logits(
+        hidden, head.weight, bias=head.bias, softcap=head.config.softcap, vocab_size=VOCAB_SIZE
+    )
+    for t, label in enumerate(batch.labels.tolist()):
+        wanted = (0.0, 0.0, False)
+        if label != -100:
+            p = torch.softmax(z[t], 0)
+            wanted = (z[t].mean().item(), (p * p).sum().item(), z[t].argmax().item() == label)
+        for name, value in zip(names, wanted, strict=True):
+            assert output.statistics[name][t].item() == pytest.approx(value, abs=1e-12)
+    assert not any(value.requires_grad for value in output.statistics.values())
+    with pytest.raises(ValueError, match=r"`statistics` must be among .*, got \['mean'\]"):
+        head(hidden, batch, statistics=["mean"])
+
+
+def test_a_teacher_is_given_where_it_is_needed_alone() -> None:
+    batch = pack(policy_documents())
+    hidden = make_hidden(batch)
+    with pytest.raises(ValueError, match=r"`teacher` must be given for the losses \['policy'\]"):
+        make_head({"policy": {"type": "distillation"}})(hidden, batch)
+    with pytest.raises(ValueError, match="`teacher` must not be given without a loss of type"):
+        make_head({"policy": {"type": "grpo"}})(hidden, batch, teacher=make_teacher(batch))
+    teacher = make_teacher(batch)
+    with pytest.raises(ValueError, match=r"`teacher.weight` must be of shape \[33, 7\]"):
+        make_head({"policy": {"type": "distillation"}})(
+            hidden, batch, teacher=replace(teacher, weight=teacher.weight[:-1])
+        )
+
+
+def test_distillation_beside_a_policy_loss() -> None:
+    losses = {
+        "policy": dict(BY_NAME["grpo"].config),
+        "forward": {"type": "distillation", "weight": 0.5},
+        "reverse": {"type": "distillation", "divergence": "reverse_kl", "logits_scale": 0.5},
+    }
+    head = make_head(losses)
+    batch = pack(policy_documents())
+    hidden = make_hidden(batch).requires_grad_()
+    batch = close_to_policy(head, hidden, batch)
+    teacher = make_teacher(batch)
+    output = head(hidden, batch, teacher=teacher)
+    expected = torch.stack(
+        [
+            definition(
+                head, hidden, batch, LossCase(name, config), None if name == "policy" else teacher
+            )
+            for name, config in losses.items()
+        ]
+    ).sum()
+    assert_equal_gradients(head, hidden, output.loss, expected, 1e-10)

@@ -1,0 +1,124 @@
+"""What loss configs refuse, expand and default to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from fastrl.config import (
+    AnyLossConfig,
+    GRPOLossConfig,
+    HeadOptions,
+    dump_config,
+    parse_config,
+)
+from tests.layers.losses.cases import CASES, LossCase
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "grpo", "normalisation": "constant"}, "`length` must be given with"),
+    ({"type": "grpo", "length": 3}, "`length` must be given with"),
+    ({"type": "grpo", "preset": "dr_grpo"}, "`length` must be given with"),
+    ({"type": "grpo", "preset": "rloo"}, "'dapo', 'dr_grpo' or 'bnpo'"),
+    ({"type": "grpo", "delta": 1.0}, "greater than 1"),
+    ({"type": "grpo", "ratio_level": "document"}, "Extra inputs are not permitted"),
+    ({"type": "reinforce", "epsilon_low": 0.1}, "Extra inputs are not permitted"),
+    ({"type": "cispo", "ratio_level": "document_token"}, "'token' or 'document'"),
+    ({"type": "luspo", "normalisation": "tokens"}, "'constant'"),
+    ({"type": "dpo", "normalisation": "tokens"}, "'groups'"),
+    ({"type": "cross_entropy", "label_smoothing": 1.0}, "less than 1"),
+    ({"type": "distillation", "beta": 0.5}, "`beta` must be given with"),
+    ({"type": "grpo", "kl": {}}, "coefficient"),
+    ({"type": "grpo", "kl": {"coefficient": 0.0}}, "greater than 0"),
+    (
+        {"type": "grpo", "kl": {"coefficient": 1.0, "estimator": "k2"}},
+        "`estimator: k2` must not go with `gradient: ratio`",
+    ),
+    (
+        {
+            "type": "grpo",
+            "kl": {"coefficient": 1.0, "estimator": "k2", "gradient": "straight_through"},
+        },
+        "has no effect with `estimator: k2`",
+    ),
+    (
+        {
+            "type": "grpo",
+            "kl": {"coefficient": 1.0, "gradient": "estimator", "ratio_level": "document"},
+        },
+        "`ratio_level: document` has no effect",
+    ),
+    (
+        {"type": "grpo", "rollout_correction": {"level": "document"}},
+        "`mean` must be given with `level: document`",
+    ),
+    (
+        {"type": "grpo", "rollout_correction": {"mean": "product"}},
+        "`mean` must be given with `level: document`",
+    ),
+    (
+        {"type": "grpo", "rollout_correction": {"mode": "mask", "high": None}},
+        "`mode: mask` must have `low` or `high`",
+    ),
+    (
+        {"type": "grpo", "rollout_correction": {"low": 2.0, "high": 1.0}},
+        "`low` must be below `high`",
+    ),
+    ({"type": "grpo", "entropy": {}}, "`entropy` must have"),
+    (
+        {"type": "grpo", "entropy": {"adaptive": {"target": 1.0, "low": 2.0}}},
+        "`low` must be below `high`",
+    ),
+    ({"type": "vespo", "rollout_correction": {}}, "`rollout_correction` must not be given"),
+    ({"type": "reinforce", "kl": {"coefficient": 1.0}}, "`kl.gradient: ratio` must not be given"),
+    (
+        {"type": "reinforce", "rollout_correction": {}},
+        "`rollout_correction.policy: old` must not be given",
+    ),
+    (
+        {"type": "reinforce", "off_policy_mask": {"threshold": 1.0}},
+        "`off_policy_mask.behaviour: old` must not be given",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyLossConfig).validate_python(config)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ({}, "`keep` must have"),
+        ({"recorded": True, "top_k": 3}, "`recorded` must not be given with"),
+        ({"top_p": 1.0}, "less than 1"),
+    ],
+)
+def test_refused_keep_sets(keep: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        HeadOptions.model_validate({"keep": keep})
+
+
+def test_presets_expand_to_fields_that_can_be_overridden() -> None:
+    dapo = GRPOLossConfig(preset="dapo")
+    assert (dapo.epsilon_low, dapo.epsilon_high, dapo.normalisation) == (0.2, 0.28, "tokens")
+    assert GRPOLossConfig(preset="dapo", epsilon_high=0.3).epsilon_high == 0.3
+    dr_grpo = GRPOLossConfig(preset="dr_grpo", length=64)
+    assert (dr_grpo.normalisation, dr_grpo.length) == ("constant", 64)
+    assert GRPOLossConfig(preset="bnpo").normalisation == "tokens"
+
+
+def test_the_resolved_config_shows_what_a_preset_stands_for() -> None:
+    options = parse_config(HeadOptions, {"losses": {"policy": {"type": "grpo", "preset": "dapo"}}})
+    text = dump_config(options)
+    assert "epsilon_high: 0.28" in text
+    assert "preset: dapo" in text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_configs_survive_a_round_trip(case: LossCase) -> None:
+    dumped = case.parsed.model_dump()
+    assert TypeAdapter(AnyLossConfig).validate_python(dumped) == case.parsed

@@ -1,0 +1,279 @@
+"""Faults of policy losses that users met elsewhere, each with the right value; named by id."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
+from fastrl.config import AnyLossConfig, KLConfig
+from fastrl.data.advantages import without_zero_groups
+from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
+from fastrl.layers.losses.kl import kl_estimate, kl_term
+from tests.layers.losses.cases import CASES, LossCase, pack, random_statistics, widen
+
+
+def loss_of(**config: Any) -> LanguageModelPolicyGradientLoss[Any]:
+    parsed: AnyLossConfig = TypeAdapter(AnyLossConfig).validate_python(config)
+    loss = build_loss(parsed)
+    assert isinstance(loss, LanguageModelPolicyGradientLoss)
+    return loss
+
+
+def document_of(log_ratios: list[float], advantage: float = 1.0) -> Document:
+    """One whose old log-probabilities are those of `at_zero` minus the log-ratios."""
+    old = [-1.0, *(-1.0 - x for x in log_ratios)]
+    return Document(tokens=[0] * len(old), prompt_length=1, logprobs=old, advantage=advantage)
+
+
+def batch_of(*documents: Document) -> BatchKwargs:
+    (batch,) = TokenBatch.from_documents(documents).to_kwargs()
+    return widen(batch)
+
+
+def at_zero(batch: BatchKwargs, dtype: torch.dtype = torch.float64) -> TokenStatistics:
+    """A policy whose every label has log-probability -1."""
+    logprobs = torch.full((batch.num_tokens,), -1.0, dtype=dtype, requires_grad=True)
+    entropy = torch.ones(batch.num_tokens, dtype=dtype, requires_grad=True)
+    return TokenStatistics(logprobs, entropy, torch.zeros(batch.num_tokens, dtype=dtype))
+
+
+def test_g1_each_document_has_its_own_ratio() -> None:
+    batch = batch_of(*(document_of([0.1 * i] * 3) for i in (1, 2, 3)))
+    terms = loss_of(type="gspo").prepare(at_zero(batch), batch)
+    ratios = terms.ratio[batch.labels != -100].tolist()
+    expected = [math.exp(0.1 * i) for i in (1, 2, 3) for _ in range(3)]
+    assert ratios == pytest.approx(expected, abs=1e-7)  # old log-probabilities are fp32
+
+
+def test_g2_the_ratio_is_the_mean_over_labels() -> None:
+    document = Document(
+        tokens=[0] * 4,
+        loss_mask=[False, True, False, True],
+        logprobs=[-1.0, -1.2, -10.0, -1.4],
+        advantage=1.0,
+    )
+    batch = batch_of(document)
+    statistics = at_zero(batch)
+    terms = loss_of(type="gspo").prepare(statistics, batch)
+    mask = batch.labels != -100
+    assert terms.ratio[mask].tolist() == pytest.approx([math.exp(0.3)] * 2, rel=1e-7)
+    (grad,) = torch.autograd.grad(terms.ratio[mask][0], statistics.logprobs)
+    assert grad[mask].tolist() == pytest.approx([math.exp(0.3) / 2] * 2, rel=1e-7)
+    assert grad[~mask].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("normalisation", "expected"), [("documents", 0.0), ("tokens", 0.5)])
+def test_g3_a_document_weighs_once_or_by_its_tokens(normalisation: str, expected: float) -> None:
+    batch = batch_of(document_of([0.0], 1.0), document_of([0.0] * 3, -1.0))
+    loss = loss_of(type="gspo", normalisation=normalisation)
+    assert loss(at_zero(batch), batch).item() == pytest.approx(expected, abs=1e-7)
+    assert loss_of(type="gspo").config.normalisation == "documents"
+
+
+KL_GRADIENTS = [
+    ("k1", "estimator", 0.0),
+    ("k2", "estimator", 0.205990),
+    ("k3", "estimator", 0.25),
+    ("k3", "ratio", 0.205990),
+    ("k1", "ratio", 0.205990),
+    ("k1", "straight_through", 0.205990),
+    ("k3", "straight_through", 0.205990),
+]
+
+
+@pytest.mark.parametrize(("estimator", "gradient", "expected"), KL_GRADIENTS)
+def test_k1_gradient_of_the_sampled_kl(estimator: str, gradient: str, expected: float) -> None:
+    logits = torch.tensor([math.log(3), 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.log_softmax(logits, 0)
+    # `model_construct`: the config refuses k1 with its plain gradient, which is the point here.
+    config = KLConfig.model_construct(
+        coefficient=1.0, estimator=estimator, gradient=gradient, ratio_level="token"
+    )
+    ratio = (logprobs - logprobs.detach()).exp()
+    terms = kl_term(logprobs + math.log(2), ratio, config)
+    average = (terms * logprobs.exp().detach()).sum()
+    (grad,) = torch.autograd.grad(average, logits)
+    assert grad[0].item() == pytest.approx(expected, abs=1e-6)
+    if estimator != "k2":
+        assert average.item() == pytest.approx(0.130812, abs=1e-6)
+
+
+def test_k1_k2_and_k3_are_never_negative() -> None:
+    differences = torch.cat([torch.linspace(-30, 30, 1001), torch.logspace(-30, 0, 100)])
+    for estimator in ("k2", "k3"):
+        assert kl_estimate(differences, estimator).min() >= 0
+        assert kl_estimate(-differences, estimator).min() >= 0
+
+
+def test_k1_without_a_gradient_is_refused() -> None:
+    with pytest.raises(ValidationError, match="`estimator: k1` must not go with"):
+        KLConfig(coefficient=1.0, estimator="k1", gradient="estimator")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("gap", [95.0, -95.0])
+def test_e4_a_far_reference_stays_finite(gap: float, estimator: str) -> None:
+    document = Document(
+        tokens=[0, 0], prompt_length=1, logprobs=[-1.0], ref_logprobs=[-1.0 + gap], advantage=0.0
+    )
+    (batch,) = TokenBatch.from_documents([document]).to_kwargs()
+    statistics = at_zero(batch, torch.float32)
+    gradient = "estimator" if estimator == "k2" else "ratio"
+    kl = {"coefficient": 0.001, "estimator": estimator, "gradient": gradient}
+    loss = loss_of(type="grpo", kl=kl)(statistics, batch)
+    (grad,) = torch.autograd.grad(loss, statistics.logprobs)
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+    assert abs(loss.item()) <= 0.001 * math.exp(20)
+
+
+def test_e4_twelve_is_no_overflow() -> None:
+    assert kl_estimate(torch.tensor(-12.0), "k3").item() == pytest.approx(
+        math.exp(12) - 1 - 12, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(True, -0.5), (False, -1.0)])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_d5_groups_of_zero_advantage(keep: bool, expected: float, beta: float) -> None:
+    def document(advantage: float) -> Document:
+        return Document(
+            tokens=[0] * 5,
+            prompt_length=1,
+            logprobs=[-1.0] * 4,
+            ref_logprobs=[-1.5] * 4,
+            advantage=advantage,
+            group_id=str(advantage),
+        )
+
+    documents = [document(1.0), document(0.0)]
+    batch = batch_of(*(documents if keep else without_zero_groups(documents)))
+    statistics = at_zero(batch)
+    kl = {"kl": {"coefficient": beta}} if beta else {}
+    loss = loss_of(type="grpo", **kl)(statistics, batch)
+    penalty = beta * (math.exp(-0.5) - 1 + 0.5)
+    assert loss.item() == pytest.approx(expected + penalty, abs=1e-7)
+    (grad,) = torch.autograd.grad(loss, statistics.logprobs)
+    zero_group = grad[batch.document_index == 1]
+    assert bool(zero_group.count_nonzero()) == (keep and beta > 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"), [(0.5, 1.0, -0.5), (10.0, -1.0, 3.0), (10.0, 1.0, -1.2)]
+)
+def test_c1_dual_clip_acts_on_bad_actions_alone(
+    ratio: float, advantage: float, expected: float
+) -> None:
+    batch = batch_of(document_of([math.log(ratio)], advantage))
+    loss = loss_of(type="grpo", epsilon_low=0.2, epsilon_high=0.2, delta=3.0)
+    assert loss(at_zero(batch), batch).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("delta", [1.0, 0.5])
+def test_c1_a_bound_of_one_is_refused(delta: float) -> None:
+    with pytest.raises(ValidationError, match="greater than 1"):
+        loss_of(type="grpo", delta=delta)
+
+
+def test_c4_clip_fractions_look_at_ratio_and_sign() -> None:
+    cases = ((1.5, 1.0), (0.5, -1.0), (1.5, -1.0), (0.5, 1.0))
+    batch = batch_of(*(document_of([math.log(ratio)], sign) for ratio, sign in cases))
+    loss = loss_of(type="grpo", epsilon_low=0.2, epsilon_high=0.2)
+    metrics = finish_metrics(loss.metrics(at_zero(batch), batch))
+    assert metrics["clip_fraction"].item() == 0.5
+    assert metrics["clip_fraction_low"].item() == 0.25
+    assert metrics["clip_fraction_high"].item() == 0.25
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_d1_no_label_at_all(case: LossCase) -> None:
+    batch = pack(case.documents())
+    empty = batch.replace(
+        labels=torch.full_like(batch.labels, -100),
+        label_counts=torch.zeros_like(batch.label_counts),
+        group_label_counts=torch.zeros_like(batch.label_counts),
+        num_labels_in_batch=0,
+        num_documents_in_batch=torch.tensor(0),
+        num_groups_in_batch=0,
+    )
+    statistics = random_statistics(batch)
+    loss = case.loss()(statistics, empty)
+    assert loss.item() == 0
+    grads = torch.autograd.grad(loss, statistics.vectors(), allow_unused=True)
+    assert all(grad is None or grad.count_nonzero() == 0 for grad in grads)
+    metrics = finish_metrics(case.loss().metrics(statistics, empty))
+    assert all(value.isfinite() for value in metrics.values())
+
+
+GARBAGE = [-math.inf, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_e1_slots_without_label_may_hold_anything(case: LossCase, value: float) -> None:
+    batch = pack(case.documents())
+    statistics = random_statistics(batch)
+    expected = case.loss()(statistics, batch)
+    unlabelled = batch.labels == -100
+
+    def spoil(vector: Tensor) -> Tensor:
+        return torch.where(unlabelled, value, vector.detach()).requires_grad_()
+
+    columns = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    spoilt = batch.replace(**{name: spoil(getattr(batch, name)).detach() for name in columns})
+    leaves = statistics.map(spoil)
+    loss = case.loss()(leaves, spoilt)
+    torch.testing.assert_close(loss, expected)
+    grads = torch.autograd.grad(loss, leaves.vectors(), allow_unused=True)
+    for grad in grads:
+        if grad is not None:
+            assert grad.isfinite().all()
+            assert grad[unlabelled].count_nonzero() == 0
+
+
+def test_e1_a_token_that_a_mask_drops_may_be_out_of_range() -> None:
+    documents = [document_of([0.0, 0.0]), document_of([-99.0], -1.0)]
+    batch = batch_of(*documents)
+    statistics = at_zero(batch, torch.float32)
+    loss = loss_of(type="cispo", off_policy_mask={"threshold": 1.0})(statistics, batch)
+    (grad,) = torch.autograd.grad(loss, statistics.logprobs)
+    assert loss.item() == pytest.approx(2 / 3)
+    assert grad.isfinite().all()
+    assert grad[batch.document_index == 1].count_nonzero() == 0
+
+
+def test_f1_an_impossible_entry_does_not_spoil_the_bonus() -> None:
+    from fastrl.functional.linear_logprobs import linear_logprobs
+
+    hidden = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.zeros(3, 1, dtype=torch.float64)
+    bias = torch.tensor([1.0, 0.0, -math.inf], dtype=torch.float64, requires_grad=True)
+    (batch,) = TokenBatch.from_documents([document_of([0.0])]).to_kwargs()
+    statistics = linear_logprobs(hidden, weight, batch.labels, bias=bias, entropy=True)
+    loss = loss_of(type="reinforce", entropy={"bonus": 1.0})(
+        statistics, batch.replace(advantages=torch.zeros(2))
+    )
+    assert loss.item() == pytest.approx(-0.582203, abs=1e-6)
+    (grad,) = torch.autograd.grad(loss, bias)
+    assert grad.tolist() == pytest.approx([0.196612, -0.196612, 0.0], abs=1e-6)
+
+
+def test_t4_the_bonus_is_that_of_the_sampled_distribution() -> None:
+    from tests.layers.losses.test_head_losses import make_head
+
+    head = make_head({"policy": {"type": "reinforce", "entropy": {"bonus": 1.0}}}, softcap=None)
+    with torch.no_grad():
+        head.weight.zero_()
+        assert head.bias is not None
+        head.bias.fill_(-math.inf)
+        head.bias[:2] = torch.tensor([2.0, 0.0])
+    batch = batch_of(document_of([0.0], 0.0)).replace(temperature=0.5)
+    output = head(torch.zeros(2, 5, dtype=torch.float64), batch, return_logprobs=True)
+    assert output.loss.item() == pytest.approx(-0.090095, abs=1e-6)
+    assert output.logprobs[0].item() == pytest.approx(-0.018150, abs=1e-6)
