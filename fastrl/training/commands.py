@@ -18,7 +18,7 @@ from fastrl.training.interrupt import StopRequest
 from fastrl.training.loop import Trainer
 from fastrl.training.metrics import MetricsWriter, drop_records_after
 from fastrl.training.order import seeded
-from fastrl.training.phases import Phase
+from fastrl.training.phases import Phase, build_source
 from fastrl.training.progress import open_display
 from fastrl.training.report import write_report
 from fastrl.training.setup import build_parts
@@ -29,8 +29,8 @@ CONFIG_FILE = "config.yaml"
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     """Trains as a config says and returns the exit code 0.
 
-    Nothing is written before the config, the environment, the model and the data of the first phase
-    have been found good.
+    Nothing is written before the config, the environment, the model and the data of all phases have
+    been found good.
 
     Args:
         config: of the run.
@@ -53,6 +53,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         config.phases
     ):
         state = replace(state, phase=state.phase + 1, phase_step=0, position=0, optimizer=None)
+    for later in range(state.phase + 1, len(config.phases)):
+        build_source(config, later, parts)  # so that its errors come now
     phase = Phase(config, state.phase, parts)
     if state.optimizer is not None:
         phase.restore(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from fastrl.config.base import UserError
-from fastrl.config.losses import AnyLossConfig
 from fastrl.config.training import (
     FileRolloutsConfig,
-    PhaseConfig,
     RLPhaseConfig,
     RunConfig,
     SupervisedPhaseConfig,
@@ -119,9 +117,9 @@ class Phase:
         self.name = config.phase_name(index)
         self.steps_done = 0
         self._parts = parts
-        self._seed = f"{config.seed}/phases/{index}"
+        self._seed = _seed(config, index)
         losses = config.losses_of(self.config)
-        self.source = _source(self.config, losses, parts, self._seed)
+        self.source = build_source(config, index, parts)
         parts.llama.lm_head.set_losses(losses)
         self.optimizer = build_optimizer(parts.llama, self.config.optimizer)
         self.reference: Llama | None = None
@@ -247,19 +245,25 @@ def evaluated(llama: Llama, batches: Sequence[BatchKwargs]) -> list[torch.Tensor
     return logprobs
 
 
-def _source(
-    config: PhaseConfig, losses: Mapping[str, AnyLossConfig], parts: Parts, seed: str
-) -> RolloutSource:
-    if isinstance(config, SupervisedPhaseConfig):
-        return SupervisedDocuments(config, parts, seed)
-    assert isinstance(config, RLPhaseConfig)
-    if isinstance(config.rollouts, FileRolloutsConfig):
+def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
+    """Returns where a phase gets its documents; of files, all is read and checked.
+
+    Raises:
+        UserError: as `Phase`.
+    """
+    phase, seed = config.phases[index], _seed(config, index)
+    if isinstance(phase, SupervisedPhaseConfig):
+        return SupervisedDocuments(phase, parts, seed)
+    if isinstance(phase.rollouts, FileRolloutsConfig):
         vocab_size = parts.llama.config.vocab_size
         assert vocab_size is not None
-        return FileRollouts(
-            config.rollouts, config.advantage, list(losses.values()), vocab_size, seed
-        )
+        losses = list(config.losses_of(phase).values())
+        return FileRollouts(phase.rollouts, phase.advantage, losses, vocab_size, seed)
     assert parts.environment is not None
     return SampledRollouts(
-        config.rollouts, config.advantage, parts.environment, parts.tokenizer, parts.sampler, seed
+        phase.rollouts, phase.advantage, parts.environment, parts.tokenizer, parts.sampler, seed
     )
+
+
+def _seed(config: RunConfig, index: int) -> str:
+    return f"{config.seed}/phases/{index}"

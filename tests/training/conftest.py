@@ -1,0 +1,30 @@
+"""One finished run for the tests that only look at it."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from fastrl.cli import main
+from tests.training.runs import write_tiny
+
+
+class FinishedRun(NamedTuple):
+    """A run that the command line made."""
+
+    config: Path
+    folder: Path
+    exit_code: int
+    out: str
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_tiny(folder)
+    out = folder / "out.txt"
+    with pytest.MonkeyPatch.context() as patch, out.open("w", encoding="utf-8") as file:
+        patch.setattr("sys.stdout", file)
+        overrides = ["logging.tensorboard=true", "logging.report=true", "evaluation.every=2"]
+        code = main(["train", str(config), "--run-dir", str(folder / "run"), *overrides])
+    return FinishedRun(config, folder / "run", code, out.read_text(encoding="utf-8"))

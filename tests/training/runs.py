@@ -1,0 +1,67 @@
+"""A run that takes seconds: its config, and how tests start it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.config import RunConfig, parse_config
+from fastrl.config.yaml_text import dump_yaml, parse_yaml
+from fastrl.training.checkpoint import latest_checkpoint
+from fastrl.training.setup import Parts, build_parts
+
+TINY = """
+seed: 3
+dtype: float64
+model: {type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
+  initializer_range: 0.2}
+tokenizer: {type: character, characters: "0123456789+-= "}
+environment:
+  type: reasoning_gym
+  task: chain_sum
+  config: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}
+  question_pattern: ": (.*)$"
+  train_prompts: 300
+  heldout_prompts: 16
+sampler: {max_new_tokens: 3}
+phases:
+  - type: supervised
+    steps: 12
+    documents_per_step: 32
+    losses: {answers: {type: cross_entropy}}
+    optimizer: {learning_rate: 1e-2, warmup_updates: 3, schedule: cosine}
+  - type: rl
+    steps: 4
+    losses: {policy: {type: grpo}}
+    optimizer: {learning_rate: 3e-3}
+    mini_batches: 2
+    rollouts: {type: sampler, prompts_per_step: 6, group_size: 4}
+logging: {samples_every: 2, num_samples: 2, tensorboard: false, report: false}
+"""
+
+
+def tiny(*overrides: str) -> RunConfig:
+    """The config with some changes."""
+    return parse_config(RunConfig, parse_yaml(TINY), overrides)
+
+
+def tiny_parts(*overrides: str) -> tuple[RunConfig, Parts]:
+    """The config and what is built from it."""
+    config = tiny(*overrides)
+    return config, build_parts(config)
+
+
+def write_tiny(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """The config as a file in `folder`, with some top-level keys replaced."""
+    path = folder / "tiny.yaml"
+    path.write_text(dump_yaml(parse_yaml(TINY) | (changes or {})), encoding="utf-8")
+    return path
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's latest checkpoint."""
+    from safetensors.torch import load_file
+
+    return load_file(latest_checkpoint(run_dir) / "model.safetensors")

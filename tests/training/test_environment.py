@@ -1,0 +1,106 @@
+"""Problems: held-out prompts are never trained on, rewards are the verifier's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastrl.config import UserError, parse_config
+from fastrl.config.training import ReasoningGymConfig
+from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.training.phases import Phase, SupervisedDocuments
+from fastrl.training.rollouts import SampledRollouts
+from tests.training.runs import tiny_parts
+
+
+def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:
+    values = {
+        "task": "chain_sum",
+        "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "question_pattern": ": (.*)$",
+        "train_prompts": 2000,
+        "heldout_prompts": 40,
+    }
+    return ReasoningGymEnvironment(parse_config(ReasoningGymConfig, values | changes), seed)
+
+
+def test_heldout_prompts_are_different_and_not_trained_on() -> None:
+    environment = _environment()
+    heldout = {problem.prompt for problem in environment.heldout}
+    train = {problem.prompt for problem in environment.train}
+    assert len(heldout) == len(environment.heldout) == 40
+    assert len(train) == len(environment.train)
+    assert heldout.isdisjoint(train)
+    # 200 prompts there are, and 2000 draws: without leaving them out they would be among these.
+    assert len(train) == 160
+
+
+def test_what_training_reads_is_not_held_out() -> None:
+    config, parts = tiny_parts()
+    assert parts.environment is not None
+    heldout = {tuple(parts.tokenizer.encode(p.prompt)) for p in parts.environment.heldout}
+    supervised, rl = (Phase(config, index, parts).source for index in (0, 1))
+    assert isinstance(supervised, SupervisedDocuments)
+    assert isinstance(rl, SampledRollouts)
+    prompts = set()
+    for _ in range(12):  # more than an epoch
+        for document in [*supervised.next().documents, *rl.next().documents]:
+            prompts.add(tuple(document.tokens[: document.prompt_length]))
+    assert len(prompts) > 100
+    assert heldout.isdisjoint(prompts)
+
+
+def test_the_seed_gives_the_problems() -> None:
+    first, again, other = _environment(1), _environment(1), _environment(2)
+    assert first.heldout == again.heldout
+    assert first.train == again.train
+    assert {p.prompt for p in first.heldout} != {p.prompt for p in other.heldout}
+
+
+def test_rewards_are_the_verifiers() -> None:
+    environment = _environment()
+    problem = Problem("", "12", {"answer": "12", "metadata": {}})
+    answers = ["12", " 12 ", "012", "12.0", "3 12", "13", "", None]
+    rewards = [environment.score(problem, answer) for answer in answers]
+    assert rewards == [1, 1, 1, 1, 0.5, 0, 0, 0]  # reasoning-gym: 2 of 4 characters are the answer
+
+
+def test_the_prompt_is_the_pattern_in_the_template() -> None:
+    prompt = _environment(prompt="Q {question} A").train[0].prompt
+    assert prompt.startswith("Q ")
+    assert prompt.endswith(" = A")
+    whole = _environment(question_pattern=None).train[0].prompt
+    assert whole.startswith("State the final answer to the following arithmetic problem: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "chain_sums"}, "has no task `chain_sums`; did you mean `chain_sum`?"),
+        ({"task": "???"}, "has no task `???`; its tasks are "),
+        ({"config": {"max_digit": 2}}, "does not fit the task `chain_sum`: "),
+        ({"config": {"min_terms": 3, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        ({"question_pattern": "sum of (.*)"}, "must be found in every question, but is not in '"),
+        ({"heldout_prompts": 500}, "`environment.heldout_prompts` must be at most 200 here"),
+        (
+            {"heldout_prompts": 190, "train_prompts": 1},
+            "all 1 training problems of `chain_sum` have held-out prompts; lower",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_message(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _environment(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_without_answers_cannot_be_learned_by_supervision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, parts = tiny_parts()
+    assert parts.environment is not None
+    monkeypatch.setattr(parts.environment, "train", (Problem("1 + 1 =", None, {}),))
+    with pytest.raises(UserError, match="a supervised phase needs answers"):
+        Phase(config, 0, parts)

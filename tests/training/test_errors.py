@@ -1,0 +1,121 @@
+"""Mistakes end `fastrl` with one message and exit code 2, and leave nothing behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.cli import main
+from fastrl.training.optimizer import apply_update
+from tests.training.runs import write_tiny
+
+
+def _error(
+    folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, name: str = "run"
+) -> str:
+    config = write_tiny(folder)
+    before = sorted(folder.rglob("*"))
+    assert main(["train", str(config), "--run-dir", str(folder / name), *overrides]) == 2
+    assert sorted(folder.rglob("*")) == before
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("fastrl: error: ")
+    return error.removeprefix("fastrl: error: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment.task=chain_summ", "did you mean `chain_sum`?"),
+        ("environment.config.max_digit=3", "`environment.config` does not fit the task"),
+        ("environment.config.seed=3", "`environment.config`: must not have ['seed'], which"),
+        ("environment.question_pattern=(", "must be a regular expression: "),
+        ("environment.question_pattern=x", "must have a group (in parentheses)"),
+        ("environment.prompt=x", "must contain `{question}`"),
+        ("environment=null", "`phases.0` needs an `environment`"),
+        ("tokenizer.characters='0123'", "the character tokenizer has no ' ', '"),
+        ("model={type: pretrained, path: none}", "none/config.json: cannot be read: No such file"),
+        ("model.vocab_size=7", "`model`: `vocab_size` must be at least the tokenizer's 15, got 7"),
+        ("device=tpu9", "`device` must be `auto`, `cpu` or `cuda`, got 'tpu9'"),
+        ("parallel.data=2", "`parallel.data` must be 1, as the trainer runs in one process, got 2"),
+        ("parallel.sequence_parallel=true", "`parallel.sequence_parallel` must be false"),
+        ("phases=[]", "`phases`"),
+        ("phases.0.losses={}", "`phases.0` has no losses: set `phases.0.losses`"),
+        ("phases.0.losses={a: {type: grpo}}", "`phases.0` is supervised and has no advantages"),
+        ("phases.1.losses={a: {type: cross_entropy}}", "must have a policy-gradient loss such as"),
+        ("phases.1.losses.policy.max_staleness=1", "`max_staleness` has no effect"),
+        ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
+        ("phases.1.name=supervised", "`phases` must have different names"),
+        ("phases.1.rollouts={type: files, paths: []}", "`phases.1.rollouts.paths`"),
+        ("phases.1.rollouts.documents_per_step=3", "it belongs to type `files`"),
+    ],
+)
+def test_a_config_that_does_not_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    error = _error(tmp_path, capsys, override)
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_is_in_use_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    assert "run: must be new or empty; choose another --run-dir" in _error(tmp_path, capsys)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "must be a folder, is a file" in _error(tmp_path, capsys, name="file")
+
+
+def test_a_malformed_rollout_line_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"tokens": [1, 2, 3], "prompt_length": "2"}\n', encoding="utf-8")
+    override = f"phases.1.rollouts={{type: files, paths: [{path}]}}"
+    error = _error(tmp_path, capsys, override)
+    assert error.startswith(f"{path}, line 1: `prompt_length` ")
+
+
+def test_packages_that_lack_are_named_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    for option, package in (("tensorboard", "tensorboard"), ("report", "matplotlib")):
+        error = _error(tmp_path, capsys, f"logging.{option}=true")
+        assert error.startswith(f"`logging.{option}` needs the {package} package; install it with")
+
+
+def test_processes_of_torchrun_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "but torchrun started 4 " in _error(tmp_path, capsys)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(optimizer: Any, config: Any, update: int, num_updates: int) -> Any:
+        norm = apply_update(optimizer, config, update, num_updates)
+        return norm if update < 5 else norm * float("inf")
+
+    monkeypatch.setattr("fastrl.training.phases.apply_update", explode)
+    run = tmp_path / "run"
+    assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "step 6 (phase `supervised`): grad_norm must be finite; the run ends here" in error
+    assert len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 1 + 5
+
+
+@pytest.mark.parametrize("command", [["eval"], ["sample"]])
+def test_a_folder_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    prompt = ["1 + 1 ="] if command == ["sample"] else []
+    assert main([*command, str(tmp_path), *prompt]) == 2
+    assert "config.yaml: cannot be read: No such file" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_bytes(write_tiny(tmp_path).read_bytes())
+    assert main([*command, str(tmp_path), *prompt]) == 2
+    assert "must be the folder of a run with a checkpoint, has no " in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Ctrl-C: the step is finished and saved, and the run can go on as if nothing had been."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastrl.cli import main
+from fastrl.training.metrics import read_metrics
+from fastrl.training.phases import Phase, StepResult
+from tests.training.conftest import FinishedRun
+from tests.training.runs import final_weights, write_tiny
+
+
+def _interrupt_in_step(patch: pytest.MonkeyPatch, number: int, times: int = 1) -> None:
+    """Sends SIGINT during a step of the RL phase, counted from 0."""
+    step = Phase.step
+
+    def interrupted(phase: Phase) -> StepResult:
+        if phase.name == "rl" and phase.steps_done == number:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return step(phase)
+
+    patch.setattr(Phase, "step", interrupted)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_ctrl_c_saves_and_resume_gives_the_uninterrupted_run(
+    tmp_path: Path,
+    finished: FinishedRun,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
+    with monkeypatch.context() as patch:
+        _interrupt_in_step(patch, step)
+        assert main(command) == 130
+    assert f"stopped after step {13 + step} and saved" in capsys.readouterr().out.splitlines()[-1]
+    latest = (run / "checkpoints" / "latest").read_text(encoding="utf-8")
+    assert latest == f"rl-{13 + step:06}\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert main([*command, "--resume"]) == 0
+    torch.testing.assert_close(final_weights(run), final_weights(finished.folder), rtol=0, atol=0)
+    names = ("step", "phase", "loss", "reward", "heldout/reward")
+    resumed, whole = (
+        [
+            {name: record[name] for name in names if name in record}
+            for record in read_metrics(folder)
+        ]
+        for folder in (run, finished.folder)
+    )
+    within = {2, 4, 6, 8, 10, 14}  # steps with an evaluation in one of the two runs
+    assert resumed == [r for r in whole if "heldout/reward" not in r or r["step"] not in within]
+
+
+def test_resume_after_a_phase_begins_the_next_one(
+    tmp_path: Path, finished: FinishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
+    with monkeypatch.context() as patch:
+        _interrupt_in_step(patch, 1, times=2)  # the second one ends the run at once
+        assert main(command) == 130
+    assert (run / "checkpoints" / "latest").read_text(encoding="utf-8") == "supervised-000012\n"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "supervised-000012",
+        "latest",
+    }
+
+    assert main([*command, "--resume"]) == 0
+    torch.testing.assert_close(final_weights(run), final_weights(finished.folder), rtol=0, atol=0)
+    steps = [r["step"] for r in read_metrics(run) if "loss" in r]
+    assert steps == list(range(1, 17))
+    rewards = [r["step"] for r in read_metrics(run) if "heldout/reward" in r]
+    assert rewards == [0, 12, 16]
+
+
+def test_a_finished_run_resumes_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
+    assert main(command) == 0
+    weights = final_weights(run)
+    first = capsys.readouterr().out.splitlines()[-1]
+    assert main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split(" (")[0] == first.split(" (")[0]
+    torch.testing.assert_close(final_weights(run), weights, rtol=0, atol=0)
+
+
+def test_only_the_same_config_resumes(
+    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_tiny(tmp_path)
+    command = ["train", str(config), "--run-dir", str(finished.folder), "--resume", "seed=9"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "goes on with the config it began with, but seed, evaluation, logging differ" in error
+    assert main(["train", str(config), "--run-dir", str(tmp_path / "no"), "--resume"]) == 2
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,139 @@
+"""The updates of a step: nothing depends on how its documents are cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fastrl.functional.batch import BatchKwargs
+from fastrl.models.llama import Llama
+from fastrl.training import phases
+from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.training.phases import Phase
+from tests.training.runs import tiny_parts
+
+GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
+
+
+@pytest.fixture(autouse=True)
+def _lively_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model is never right: rewards that differ between any two answers."""
+
+    def score(_: ReasoningGymEnvironment, problem: Problem, answer: str | None) -> float:
+        return sum(ord(character) for character in problem.prompt + str(answer)) % 7 / 6
+
+    monkeypatch.setattr(ReasoningGymEnvironment, "score", score)
+
+
+def _weights_after(index: int, num_steps: int, *overrides: str) -> dict[str, torch.Tensor]:
+    config, parts = tiny_parts(*overrides)
+    phase = Phase(config, index, parts)
+    for _ in range(num_steps):
+        phase.step()
+    return {name: weight.clone() for name, weight in parts.llama.state_dict().items()}
+
+
+@pytest.mark.parametrize("loss", ["phases.1.losses={policy: {type: grpo}}", GSPO])
+@pytest.mark.parametrize("index", [0, 1])
+def test_accumulation_gives_the_same_weights(index: int, loss: str) -> None:
+    bounds = [f"phases.{index}.max_tokens_per_micro_batch={tokens}" for tokens in (11, 50, 10000)]
+    one_each, some, whole = (_weights_after(index, 2, loss, bound) for bound in bounds)
+    start = _weights_after(index, 0)
+    for name, weight in whole.items():
+        assert not torch.equal(weight, start[name]), name
+        torch.testing.assert_close(some[name], weight, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one_each[name], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_tokens", [11, 10000])
+def test_i1_the_first_ratio_of_a_step_is_exactly_1(
+    max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit-equal also in float32, with documents packed and chunked as they are."""
+    config, parts = tiny_parts(
+        "dtype=float32", f"phases.1.max_tokens_per_micro_batch={max_tokens}", "phases.1.epochs=2"
+    )
+    phase = Phase(config, 1, parts)
+    ratios = []
+    update = Phase._update
+
+    def recorded(
+        phase: Phase, micro_batches: Sequence[BatchKwargs], number: int, num_updates: int
+    ) -> dict[str, float]:
+        result = update(phase, micro_batches, number, num_updates)
+        ratios.append((result["policy/ratio_min"], result["policy/ratio_max"]))
+        return result
+
+    monkeypatch.setattr(Phase, "_update", recorded)
+    phase.step()
+    phase.step()
+    assert len(ratios) == 2 * 2 * 2
+    assert ratios[0] == ratios[4] == (1.0, 1.0)
+    for ratio in (*ratios[1:4], *ratios[5:]):
+        assert ratio != (1.0, 1.0)
+
+
+def test_the_samplers_logprobs_may_be_the_old_ones() -> None:
+    config, parts = tiny_parts("phases.1.rollouts.old_logprobs=sampler", "phases.1.mini_batches=1")
+    metrics = Phase(config, 1, parts).step().metrics
+    assert metrics["policy/ratio_min"] == pytest.approx(1, abs=1e-6)  # kept in fp32
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-6)
+
+
+def test_updates_follow_the_schedule() -> None:
+    config, parts = tiny_parts(
+        "phases.1.epochs=3",
+        "phases.1.steps=2",
+        "phases.1.optimizer.schedule=linear",
+        "phases.1.optimizer.learning_rate=0.12",
+    )
+    phase = Phase(config, 1, parts)
+    rates = [phase.step().metrics["learning_rate"] for _ in range(2)]
+    # 12 updates, of which a step makes 6: the mean of 0.12 (1 - n / 12).
+    assert rates == pytest.approx([0.12 * (1 - 2.5 / 12), 0.12 * (1 - 8.5 / 12)])
+
+
+def test_a_kl_term_pulls_to_the_policy_at_the_phases_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    kl = "phases.1.losses={policy: {type: grpo, kl: {coefficient: 0.5}}}"
+    config, parts = tiny_parts(kl)
+    before = {name: weight.clone() for name, weight in parts.llama.state_dict().items()}
+    phase = Phase(config, 1, parts)
+    models: list[Llama] = []
+    evaluated = phases.evaluated
+
+    def recorded(llama: Llama, batches: Sequence[BatchKwargs]) -> list[torch.Tensor]:
+        models.append(llama)
+        return evaluated(llama, batches)
+
+    monkeypatch.setattr(phases, "evaluated", recorded)
+    first, second = phase.step(), phase.step()
+    assert phase.reference is not None
+    assert phase.reference in models
+    torch.testing.assert_close(phase.reference.state_dict(), before, rtol=0, atol=0)
+    assert all(not parameter.requires_grad for parameter in phase.reference.parameters())
+    assert second.metrics["policy/kl_ref"] > first.metrics["policy/kl_ref"] > 0
+
+
+def test_groups_of_equal_rewards_are_dropped_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, parts = tiny_parts("phases.1.advantage.zero_variance=drop", "phases.1.mini_batches=1")
+    assert parts.environment is not None
+    scores = iter([1.0, 0.0, 0.0, 0.0] + [0.25] * 4 * 5)
+    monkeypatch.setattr(parts.environment, "score", lambda problem, answer: next(scores))
+    result = Phase(config, 1, parts).step()
+    assert result.metrics["active_groups"] == pytest.approx(1 / 6)
+    assert result.metrics["reward"] == pytest.approx((1 + 0.25 * 20) / 24)
+    assert result.num_tokens <= 4 * (7 + 3)
+    assert result.metrics["policy/documents"] == pytest.approx(4)
+
+
+def test_a_step_without_anything_to_learn_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, parts = tiny_parts("phases.1.advantage.zero_variance=drop")
+    assert parts.environment is not None
+    monkeypatch.setattr(parts.environment, "score", lambda problem, answer: 0.0)
+    before = {name: weight.clone() for name, weight in parts.llama.state_dict().items()}
+    result = Phase(config, 1, parts).step()
+    assert result.metrics["reward"] == 0
+    assert "loss" not in result.metrics
+    torch.testing.assert_close(parts.llama.state_dict(), before, rtol=0, atol=0)

@@ -1,0 +1,156 @@
+"""Rollouts from files, and how documents become the updates of a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.config import UserError
+from fastrl.data.documents import Document
+from fastrl.data.rollouts import write_rollouts
+from fastrl.training.phases import Phase
+from fastrl.training.rollouts import Rollouts, split_groups
+from tests.training.runs import tiny_parts
+
+
+def _documents(num_groups: int = 4) -> list[Document]:
+    return [
+        Document(
+            tokens=[1, 2, group + 3, answer + 1, 0],
+            prompt_length=3,
+            logprobs=[-0.5, -0.25],
+            reward=float(answer == 0) if group else 1.0,
+            group_id=group,
+        )
+        for group in range(num_groups)
+        for answer in range(3)
+    ]
+
+
+def _phase(paths: list[Path], *overrides: str) -> Phase:
+    rollouts = json.dumps({"type": "files", "paths": [str(path) for path in paths]})
+    config, parts = tiny_parts(
+        "environment.heldout_prompts=1", f"phases.1.rollouts={rollouts}", *overrides
+    )
+    return Phase(config, 1, parts)
+
+
+def _steps(phase: Phase, number: int) -> list[Rollouts]:
+    return [phase.source.next() for _ in range(number)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_step_takes_whole_groups_and_all_come_before_any_again(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"rollouts{suffix}"
+    write_rollouts(path, _documents())
+    phase = _phase([path], "phases.1.rollouts.documents_per_step=5")
+    steps = _steps(phase, 2)
+    assert [len(step.documents) for step in steps] == [6, 6]
+    prompts = [document.tokens[2] for step in steps for document in step.documents]
+    assert sorted(prompts) == [3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6]
+    assert prompts != sorted(prompts)
+    for step in steps:
+        ids = [document.group_id for document in step.documents]
+        assert ids == [0, 0, 0, 1, 1, 1]
+
+
+def test_rewards_become_advantages_in_their_group(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, _documents())
+    phase = _phase(
+        [path], "phases.1.rollouts.documents_per_step=12", "phases.1.advantage.scale=none"
+    )
+    (step,) = _steps(phase, 1)
+    assert step.metrics["reward"] == pytest.approx(6 / 12)
+    assert step.metrics["active_groups"] == pytest.approx(3 / 4)
+    for document in step.documents:
+        expected = [0, 0, 0] if document.tokens[2] == 3 else [2 / 3, -1 / 3, -1 / 3]
+        assert document.advantage == pytest.approx(expected[document.tokens[3] - 1])
+
+
+def test_advantages_of_the_file_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(
+        path,
+        [
+            replace(document, advantage=0.125 * number, reward=None, group_id=None)
+            for number, document in enumerate(_documents())
+        ],
+    )
+    (step,) = _steps(_phase([path], "phases.1.rollouts.documents_per_step=12"), 1)
+    assert sorted(float(str(d.advantage)) for d in step.documents) == [0.125 * n for n in range(12)]
+    assert "reward" not in step.metrics
+
+
+def test_groups_of_two_files_are_different(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        write_rollouts(path, _documents(1))
+    (step,) = _steps(_phase(paths, "phases.1.rollouts.documents_per_step=6"), 1)
+    assert [document.group_id for document in step.documents] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"tokens": [1, 2', "rollouts.jsonl, line 2: must be a JSON object"),
+        ({"advantage": None}, "rollouts.jsonl, line 2: `advantage` "),
+        ({"logprobs": None}, "rollouts.jsonl, line 2: `logprobs` "),
+        ({"logprobs": [-0.5]}, "rollouts.jsonl, line 2: `logprobs` "),
+        ({"tokens": [1, 15, 2, 3, 0]}, "`tokens` must be ids below the vocabulary size 15, got 15"),
+    ],
+)
+def test_a_line_that_does_not_serve_is_named(
+    tmp_path: Path, line: str | dict[str, Any], message: str
+) -> None:
+    good = {"tokens": [1, 2, 3, 4, 0], "prompt_length": 3, "logprobs": [-0.5, -0.25]}
+    good |= {"advantage": 1.0}
+    lines = [json.dumps(good), line if isinstance(line, str) else json.dumps(good | line)]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        _phase([path])
+    assert message in str(caught.value)
+
+
+def test_a_loss_names_what_the_files_must_have(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, [replace(d, logprobs=None) for d in _documents()])
+    _phase([path], "phases.1.losses={policy: {type: reinforce}}")
+    with pytest.raises(UserError, match="`logprobs`"):
+        _phase([path])
+    write_rollouts(path, _documents())
+    with pytest.raises(UserError, match="`ref_logprobs`"):
+        _phase([path], "phases.1.losses={policy: {type: grpo, kl: {coefficient: 0.1}}}")
+
+
+def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="no documents"):
+        _phase([path])
+
+
+def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, _documents())
+    phase = _phase([path], "phases.1.max_tokens_per_micro_batch=4")
+    with pytest.raises(UserError, match="`max_tokens_per_micro_batch` must be at least 5"):
+        phase.step()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
+def test_updates_have_whole_groups(parts: int) -> None:
+    documents = _documents()
+    split = split_groups(documents, parts)
+    assert [document for part in split for document in part] == documents
+    assert len(split) == min(parts, 4)
+    ids = [{document.group_id for document in part} for part in split]
+    assert sum(len(group) for group in ids) == 4
+    assert max(len(group) for group in ids) - min(len(group) for group in ids) <= 1

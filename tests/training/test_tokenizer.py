@@ -1,0 +1,97 @@
+"""Both tokenizers: text to ids and back, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.config import RunConfig, UserError, parse_config
+from fastrl.training.tokenizer import Tokenizer, build_tokenizer
+
+
+def _tokenizer(**values: Any) -> Tokenizer:
+    phases = [{"type": "rl", "steps": 1, "losses": {"policy": {"type": "grpo"}}}]
+    environment = {"type": "reasoning_gym", "task": "chain_sum"}
+    run = {"environment": environment, "phases": phases, "tokenizer": values}
+    return build_tokenizer(parse_config(RunConfig, run).tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["what is 12 + 7 ?", "what is 3 - 4 ?"] * 4, trainer)
+    # Texts of Llama begin with a special token; prompts here must not.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_character_is_a_token() -> None:
+    tokenizer = _tokenizer(type="character", characters="ba +")
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.end_token == 0
+    assert tokenizer.encode("a + b") == [2, 3, 4, 3, 1]
+    assert tokenizer.decode([2, 3, 4, 3, 1, 0]) == "a + b"
+
+
+def test_the_default_alphabet_is_printable_ascii() -> None:
+    tokenizer = _tokenizer(type="character")
+    text = "".join(chr(code) for code in range(32, 127)) + "\n"
+    assert tokenizer.vocab_size == 97
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_an_unknown_character_is_named() -> None:
+    with pytest.raises(UserError, match=r"has no 'x', 'y' of 'axby'; add it to"):
+        _tokenizer(type="character", characters="ab").encode("axby")
+
+
+def test_a_file_gives_its_tokens_and_no_special_ones(tokenizer_file: Path) -> None:
+    tokenizer = _tokenizer(type="file", path=str(tokenizer_file), end_token="</s>")
+    assert tokenizer.end_token == 1
+    ids = tokenizer.encode("what is 12 + 7 ?")
+    assert len(ids) < 16
+    assert 0 not in ids
+    assert max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode([*ids, 1]) == "what is 12 + 7 ?"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": "none.json"}, "`tokenizer.path`: no such file: none.json"),
+        ({"path": "broken.json"}, "broken.json: must be a tokenizer.json: "),
+        ({"end_token": "<end>"}, "`tokenizer.end_token` must be a token of "),
+    ],
+)
+def test_a_file_that_does_not_serve_is_one_message(
+    tmp_path: Path,
+    tokenizer_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        _tokenizer(**{"type": "file", "path": str(tokenizer_file), "end_token": "</s>"} | values)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("characters", ["", "abca"])
+def test_an_alphabet_has_each_character_once(characters: str) -> None:
+    with pytest.raises(UserError, match=r"must hold each character once and at least one"):
+        _tokenizer(type="character", characters=characters)
