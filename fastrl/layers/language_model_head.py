@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
@@ -77,10 +78,9 @@ class LanguageModelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        groups = groups or ParallelGroups()
-        # Of the op: with a replicated weight the tensor axis shards nothing in the head.
-        tp = groups.tp if config.vocabulary_parallel else None
-        self.groups = ParallelGroups(tp=tp, sp=groups.sp, sdp=groups.sdp, dp=groups.dp)
+        self.losses: dict[str, LanguageModelLoss[Any]] = {}
+        self.use_groups(groups or ParallelGroups())
+        tp = self.groups.tp
         start, stop = vocab_shard(self.weight_rows, group_rank(tp), group_size(tp))
         self.weight = nn.Parameter(
             torch.empty(stop - start, config.hidden_size, device=device, dtype=dtype)
@@ -89,8 +89,39 @@ class LanguageModelHead(nn.Module):
         if config.bias:
             self.bias = nn.Parameter(torch.empty(stop - start, device=device, dtype=dtype))
         self.reset_parameters()
-        self.losses: dict[str, LanguageModelLoss[Any]] = {}
-        self.set_losses(config.losses)
+
+    def use_groups(self, groups: ParallelGroups) -> None:
+        """Sets the process groups and makes the config's losses anew.
+
+        The parameters must be sharded accordingly: plain tensors that are this rank's part, or
+        DTensors over the tensor axis alone (`fastrl.models.parallelize`).
+        """
+        # Of the op: with a replicated weight the tensor axis shards nothing in the head.
+        tp = groups.tp if self.config.vocabulary_parallel else None
+        self.groups = ParallelGroups(tp=tp, sp=groups.sp, sdp=groups.sdp, dp=groups.dp)
+        self.set_losses(self.config.losses)
+
+    @property
+    def local_weight(self) -> Tensor:
+        """[V, D] or [V_local, D]: this rank's rows as a plain tensor, which the op takes."""
+        return self._local(self.weight)
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """[V] or [V_local], like `local_weight`."""
+        return None if self.bias is None else self._local(self.bias)
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        is_sharded = any(not placement.is_replicate() for placement in parameter.placements)
+        if parameter.device_mesh.ndim > 1 or (is_sharded and self.groups.tp is None):
+            raise TypeError(
+                "`weight` and `bias` must be whole but for vocabulary parallelism, got a DTensor"
+                f" with placements {parameter.placements}; call the head inside the module that"
+                " `fully_shard` wraps, which gathers them."
+            )
+        return parameter.to_local()
 
     @property
     def weight_rows(self) -> int:
@@ -132,6 +163,8 @@ class LanguageModelHead(nn.Module):
             if isinstance(loss, LanguageModelPolicyGradientLoss) and loss.entropy_bonus.adaptive:
                 loss.entropy_bonus.end_step(float(metrics[f"{name}/entropy"]))
 
+    # torch.compile leaves it as one piece: a batch's counts must not be constants of a graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         hidden_states: Tensor,  # [T, D]
@@ -217,8 +250,8 @@ class LanguageModelHead(nn.Module):
             compact = batch.select(gradient_rows.index)
             loss, statistics = linear_loss(
                 hidden_states,
-                self.weight,
-                self.bias,
+                self.local_weight,
+                self.local_bias,
                 problem,
                 lambda statistics, start, stop: _weighted_sum(
                     losses, statistics, compact.select(slice(start, stop))
@@ -230,8 +263,8 @@ class LanguageModelHead(nn.Module):
             statistics = self._statistics(hidden_states, batch, problem, gradient_rows.index)
             more = linear_statistics(
                 hidden_states,
-                self.weight,
-                self.bias,
+                self.local_weight,
+                self.local_bias,
                 problem,
                 needs & frozenset(STATISTIC_NAMES),
                 gradient_rows=gradient_rows.index,
@@ -266,8 +299,8 @@ class LanguageModelHead(nn.Module):
             scaled = _at_scale(batch, config.logits_scale)
             divergence = linear_divergence(
                 hidden_states,
-                self.weight,
-                self.bias,
+                self.local_weight,
+                self.local_bias,
                 self._problem(hidden_states, scaled, False, rows),
                 teacher,
                 config.divergence,
@@ -303,7 +336,9 @@ class LanguageModelHead(nn.Module):
             return {}
         problem = self._problem(hidden_states, batch, False, self._labelled_rows(batch).index)
         with torch.no_grad():
-            return linear_statistics(hidden_states, self.weight, self.bias, problem, names)
+            return linear_statistics(
+                hidden_states, self.local_weight, self.local_bias, problem, names
+            )
 
     def _needs_gradient(self, hidden_states: Tensor) -> bool:
         tensors = (hidden_states, self.weight, self.bias)
@@ -387,9 +422,9 @@ class LanguageModelHead(nn.Module):
     ) -> HeadProblem:
         return check_inputs(
             hidden_states,
-            self.weight,
+            self.local_weight,
             batch.labels,
-            bias=self.bias,
+            bias=self.local_bias,
             transform=LogitTransform(
                 batch.temperature, self.config.softcap, self.config.logit_scale
             ),
@@ -412,7 +447,9 @@ class LanguageModelHead(nn.Module):
         """Statistics of the labels, over the sampler's keep-set if the config has one."""
         keep = self.config.keep
         if keep is None:
-            return streaming_logprobs(hidden_states, self.weight, self.bias, problem, gradient_rows)
+            return streaming_logprobs(
+                hidden_states, self.local_weight, self.local_bias, problem, gradient_rows
+            )
         tokens = None
         if keep.recorded:
             if batch.kept_tokens is None:
@@ -423,8 +460,8 @@ class LanguageModelHead(nn.Module):
             tokens = batch.kept_tokens
         return linear_kept_logprobs(
             hidden_states,
-            self.weight,
-            self.bias,
+            self.local_weight,
+            self.local_bias,
             problem,
             KeepSet(keep.top_k, keep.top_p, keep.min_p, tokens),
             gradient_rows=gradient_rows,

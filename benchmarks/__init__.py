@@ -1,0 +1,1 @@
+"""Benchmarks of the head against the floor and against other projects."""

@@ -1,0 +1,239 @@
+"""Times the head and its peers; results as a JSON list of rows.
+
+    python -m benchmarks.lm_head --shape llama3-8b --passes fwd,fwdbwd --json results.json
+
+Every implementation passes a gate on its gradients before it is timed; one that does not run is
+listed with the reason. The floor is the matrix products alone on the operands of the same problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import (
+    Step,
+    environment,
+    floor_steps,
+    peak_bytes,
+    relative_error,
+    summary,
+    time_interleaved,
+)
+from benchmarks.ours import OURS
+from benchmarks.peers import PEERS, Implementation, NotRun
+from benchmarks.problems import (
+    SHAPES,
+    Problem,
+    Truth,
+    make_problem,
+    make_truth,
+    reference_logprobs,
+)
+
+# bf16 logits alone cost 6e-2.
+GATE = 0.15
+
+
+@dataclass
+class Entry:
+    """An implementation on a problem: the step to time, and its row of results."""
+
+    step: Step
+    row: dict[str, Any]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--impl", default="all", help="comma-separated beginnings of names")
+    parser.add_argument("--shape", default="llama3-8b", help=f"among {', '.join(SHAPES)}")
+    parser.add_argument("--passes", default="fwd,fwdbwd")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows: list[dict[str, Any]] = []
+    for shape in options.shape.split(","):
+        rows += run_shape(shape, options, device)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if not options.json:
+        print(json.dumps(rows, indent=1))
+
+
+def run_shape(name: str, options: argparse.Namespace, device: str) -> list[dict[str, Any]]:
+    """All rows of a shape."""
+    problem = make_problem(SHAPES[name], device)
+    truth = make_truth(problem)
+    chosen = [
+        implementation
+        for implementation in (*OURS, *PEERS)
+        if options.impl == "all"
+        or any(implementation.name.startswith(name) for name in options.impl.split(","))
+    ]
+    rows: list[dict[str, Any]] = []
+    for passes in options.passes.split(","):
+        rows += run_passes(problem, truth, chosen, passes, options)
+        gc.collect()
+    return rows
+
+
+def run_passes(
+    problem: Problem,
+    truth: Truth,
+    implementations: list[Implementation],
+    passes: str,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Gate, then time, all implementations interleaved with the floors."""
+    rows: list[dict[str, Any]] = []
+    entries: dict[str, Entry] = {}
+    for implementation in implementations:
+        row = new_row(problem, implementation, passes)
+        rows.append(row)
+        try:
+            step = gated_step(problem, truth, implementation, passes, row)
+        except NotRun as reason:
+            row["reason"] = str(reason)
+            continue
+        except Exception as error:  # a peer's own failure is a result
+            if implementation in OURS:
+                raise
+            row["reason"] = f"{type(error).__name__}: {str(error)[:300]}"
+            gc.collect()
+            continue
+        if step is not None:
+            entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
+    steps = {name: entry.step for name, entry in entries.items()} | floors(problem, truth, passes)
+    times = time_interleaved(steps, options.repeats, options.warmup)
+    for name, entry in entries.items():
+        entry.row.update(summary(times[name]))
+    medians = {name: summary(times[name])["time_ms"] for name in steps if name not in entries}
+    for row in rows:
+        row["floor_ms"] = medians["floor all"]
+        row["floor_active_ms"] = medians["floor active"]
+        row["floor_recompute_active_ms"] = medians.get("floor recompute active")
+        row["floor_labelled_ms"] = medians.get("floor labelled")
+    show(problem, passes, rows)
+    return rows
+
+
+def new_row(problem: Problem, implementation: Implementation, passes: str) -> dict[str, Any]:
+    """What is known before anything runs."""
+    shape = problem.shape
+    loss = "gspo" if "GSPO" in implementation.name else "grpo"
+    return {
+        "implementation": implementation.name,
+        "strategy": implementation.strategy if passes == "fwdbwd" else "forward",
+        "loss": loss if passes == "fwdbwd" else "logprobs",
+        "shape_name": shape.name,
+        "shape": [shape.num_tokens, shape.hidden_size, shape.vocab_size],
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "softcap": shape.softcap,
+        "rows_labelled": len(problem.labelled),
+        "rows_active": len(problem.active),
+        "passes": passes,
+        **environment(),
+    }
+
+
+def gated_step(
+    problem: Problem,
+    truth: Truth,
+    implementation: Implementation,
+    passes: str,
+    row: dict[str, Any],
+) -> Step | None:
+    """The step to time, after its errors were found small enough; None if there is no such pass."""
+    if passes == "fwd":
+        if implementation.logprobs is None:
+            row["reason"] = "has no forward of its own"
+            return None
+        forward = implementation.logprobs(problem)
+        check_logprobs(problem, forward(), row)
+        row["peak_bytes_over_inputs"] = peak_bytes(forward)
+        return forward
+    assert implementation.loss is not None
+    loss = implementation.loss(problem)
+    hidden, weight = problem.hidden_states, problem.weight
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+
+    grad_hidden, grad_weight = step()
+    if row["loss"] == "grpo":
+        row["error_loss"] = abs(float(loss(hidden, weight).detach() - truth.loss))
+        row["error_grad_hidden"] = relative_error(grad_hidden, truth.grad_hidden)
+        row["error_grad_weight"] = relative_error(grad_weight, truth.grad_weight)
+        worst = max(row["error_grad_hidden"], row["error_grad_weight"])
+        if not worst < GATE:
+            raise NotRun(f"gate: gradient error {worst:.2g}")
+    del grad_hidden, grad_weight
+    row["peak_bytes_over_inputs"] = peak_bytes(step)
+    return step
+
+
+def check_logprobs(problem: Problem, logprobs: Tensor, row: dict[str, Any]) -> None:
+    """Mean absolute error against float64, on some labelled rows."""
+    sample = problem.labelled[:: max(len(problem.labelled) // 256, 1)]
+    truth = reference_logprobs(problem, torch.float64, sample)
+    error = float((logprobs[sample].double() - truth).abs().mean())
+    row["error_logprobs"] = error
+    if not error < 0.1:
+        raise NotRun(f"gate: log-probability error {error:.2g}")
+
+
+def floors(problem: Problem, truth: Truth, passes: str) -> dict[str, Step]:
+    """The products alone, on all tokens and on those that must be touched."""
+    tokens, labelled = problem.shape.num_tokens, len(problem.labelled)
+    active = len(problem.active)
+    if passes == "fwd":
+        return {
+            "floor all": floor_steps(problem, truth, tokens, "f"),
+            "floor active": floor_steps(problem, truth, active, "f"),
+            "floor labelled": floor_steps(problem, truth, labelled, "f"),
+        }
+    return {
+        "floor all": floor_steps(problem, truth, tokens, "fhw"),
+        "floor active": floor_steps(problem, truth, active, "fhw"),
+        "floor recompute active": floor_steps(problem, truth, active, "ffhw"),
+    }
+
+
+def show(problem: Problem, passes: str, rows: list[dict[str, Any]]) -> None:
+    """A short table."""
+    first = rows[0]
+    print(
+        f"\n{problem.shape.name} {passes}: floors all {first['floor_ms']:.2f}, active"
+        f" {first['floor_active_ms']:.2f}, recompute {first['floor_recompute_active_ms']},"
+        f" labelled {first['floor_labelled_ms']} ms; {first['gpu']}"
+    )
+    for row in rows:
+        if "time_ms" not in row:
+            print(f"  {row['implementation']:32s} {row.get('reason')}")
+            continue
+        base = row["floor_labelled_ms"] if passes == "fwd" else row["floor_active_ms"]
+        if row["strategy"] == "recompute" and row["implementation"].startswith("fastrl"):
+            base = row["floor_recompute_active_ms"]
+        errors = [row.get(f"error_{k}") for k in ("grad_hidden", "grad_weight", "logprobs")]
+        peak = row["peak_bytes_over_inputs"]
+        print(
+            f"  {row['implementation']:32s} {row['strategy']:12s} {row['time_ms']:8.2f} ms"
+            f" [{row['time_p20_ms']:.2f} {row['time_p80_ms']:.2f}] x{row['time_ms'] / base:.3f}"
+            f" peak {-1 if peak is None else peak / 2**30:.3f} GiB errors "
+            + " ".join("-" if e is None else f"{e:.2e}" for e in errors),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""fastrl's head as an implementation beside its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import Implementation, Loss
+from benchmarks.problems import EPSILON, Problem
+from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.layers.language_model_head import LanguageModelHead
+
+GRPO = {
+    "type": "grpo",
+    "epsilon_low": EPSILON,
+    "epsilon_high": EPSILON,
+    "normalisation": "tokens",
+}
+GSPO = {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+
+
+def make_head(
+    problem: Problem, strategy: str, loss: dict[str, Any], metrics: bool
+) -> LanguageModelHead:
+    """A head over the problem's weight, without a copy."""
+    shape = problem.shape
+    config = LanguageModelHeadConfig(
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        softcap=shape.softcap,
+        losses={"policy": loss},
+        strategy=strategy,
+        metrics=metrics,
+    )
+    head = LanguageModelHead(config, device="meta", dtype=shape.dtype)
+    head.weight = nn.Parameter(problem.weight.detach())
+    return head
+
+
+def training(
+    strategy: str, loss: dict[str, Any], metrics: bool = False
+) -> Callable[[Problem], Loss]:
+    """Loss and gradients."""
+
+    def build(problem: Problem) -> Loss:
+        head = make_head(problem, strategy, loss, metrics)
+
+        def run(hidden: Tensor, weight: Tensor) -> Tensor:
+            # The weight is handed in like a peer's: as it is in autograd's graph.
+            head._parameters["weight"] = weight
+            return head(hidden, problem.batch).loss
+
+        return run
+
+    return build
+
+
+def evaluation(problem: Problem) -> Callable[[], Tensor]:
+    """Log-probabilities and entropy, as for an old or a reference policy."""
+    head = make_head(problem, "auto", GRPO, False).eval()
+    hidden = problem.hidden_states.detach()
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        return head(hidden, problem.batch).logprobs
+
+    return run
+
+
+OURS = (
+    Implementation("fastrl", "single_pass", training("single_pass", GRPO), evaluation, True),
+    Implementation("fastrl", "recompute", training("recompute", GRPO), None, True),
+    Implementation(
+        "fastrl, metrics", "single_pass", training("single_pass", GRPO, True), None, True
+    ),
+    Implementation("fastrl GSPO", "recompute", training("recompute", GSPO), None, True),
+    Implementation("fastrl GSPO", "single_pass", training("single_pass", GSPO), None, True),
+)

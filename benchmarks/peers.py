@@ -1,0 +1,268 @@
+"""Other projects' heads behind one signature. A peer that cannot run says why."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.problems import Problem
+
+# Per-token log-probabilities [T] from hidden states and weight; 0 or anything without label.
+Logprobs = Callable[[Tensor, Tensor], Tensor]
+# The GRPO loss from hidden states and weight.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class NotRun(Exception):
+    """The peer does not run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A head under its name.
+
+    Attributes:
+        name: as in the results.
+        strategy: how it goes about it, in a word.
+        loss: builds the loss of a problem, or raises `NotRun`.
+        logprobs: builds the forward without gradient, None if it has none.
+        fp32_logits: whether its log-probabilities are meant to be those of fp32 logits.
+    """
+
+    name: str
+    strategy: str
+    loss: Callable[[Problem], Loss] | None
+    logprobs: Callable[[Problem], Callable[[], Tensor]] | None = None
+    fp32_logits: bool = False
+
+
+def from_logprobs(build: Callable[[Problem], Logprobs]) -> Callable[[Problem], Loss]:
+    """The GRPO loss of a peer that gives log-probabilities."""
+
+    def build_loss(problem: Problem) -> Loss:
+        logprobs = build(problem)
+        return lambda hidden, weight: problem.grpo(logprobs(hidden, weight))
+
+    return build_loss
+
+
+def without_gradient(build: Callable[[Problem], Logprobs]) -> Callable[[Problem], Callable]:
+    """The forward of a peer that gives log-probabilities."""
+
+    def build_forward(problem: Problem) -> Callable[[], Tensor]:
+        logprobs = build(problem)
+        hidden, weight = problem.hidden_states.detach(), problem.weight.detach()
+        return torch.no_grad()(lambda: logprobs(hidden, weight))
+
+    return build_forward
+
+
+def torch_eager(problem: Problem) -> Logprobs:
+    """bf16 logits, fp32 log_softmax."""
+    labels, softcap = problem.labels.clamp(min=0), problem.shape.softcap
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = (hidden @ weight.t()).float()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return torch.log_softmax(logits, 1).gather(1, labels[:, None])[:, 0]
+
+    return logprobs
+
+
+def torch_compiled(problem: Problem) -> Logprobs:
+    """The same, compiled."""
+    if not torch.cuda.is_available():
+        raise NotRun("compiled for GPUs only")
+    return torch.compile(torch_eager(problem), dynamic=False)
+
+
+def torch_linear_cross_entropy(problem: Problem) -> Logprobs:
+    """`F.linear_cross_entropy`, in chunks."""
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        raise NotRun(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    if problem.shape.softcap is not None:
+        raise NotRun("no softcap")
+    labels = problem.labels
+    return lambda hidden, weight: (
+        -function(hidden, weight, labels, reduction="none", ignore_index=-100)
+    )
+
+
+def trl_chunked(problem: Problem) -> Logprobs:
+    """TRL's ChunkedLogProbFunction as its trainer calls it: labelled rows, chunks of 32768."""
+    _require("trl")
+    _stub("trl")
+    utils = _stub("trl.trainer.utils")
+    utils.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()  # type: ignore[attr-defined]
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    mask, labels = problem.labels != -100, problem.labels
+    outputs = ("entropy",)
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        picked, *_ = function.apply(
+            hidden[mask],
+            weight,
+            None,
+            labels[mask],
+            1.0,
+            32768,
+            problem.shape.softcap,
+            1.0,
+            outputs,
+        )
+        return picked.new_zeros(mask.shape).masked_scatter(mask, picked)
+
+    return logprobs
+
+
+def liger_grpo(problem: Problem) -> Loss:
+    """Liger's chunked GRPO, one sequence a chunk."""
+    _require("liger_kernel")
+    if problem.shape.softcap is not None:
+        raise NotRun("no softcap")
+    module = importlib.import_module("liger_kernel.chunked_loss")
+    loss = module.LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, chunk_size=1, loss_type="dapo", compiled=True
+    )
+    shape = problem.shape
+    grid = (shape.num_documents, shape.document_length)
+    mask = (problem.labels != -100).view(grid)
+    labels = problem.labels.clamp(min=0).view(grid)
+    advantages = problem.advantages.view(grid).amax(1) + problem.advantages.view(grid).amin(1)
+    old = problem.old_logprobs.view(grid)
+
+    def run(hidden: Tensor, weight: Tensor) -> Tensor:
+        hidden = hidden.view(*grid, -1)
+        result = loss(hidden, weight, labels, mask, advantages, old_per_token_logps=old)
+        return result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+def liger_scaled_cross_entropy(problem: Problem) -> Logprobs:
+    """Liger's FLSCE: per-token NLL and entropy, CuTe kernels on Hopper."""
+    _require("liger_kernel")
+    if find_spec("cutlass") is None:
+        raise NotRun("nvidia-cutlass-dsl is not installed")
+    if problem.shape.softcap is not None:
+        raise NotRun("no softcap")
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    labels = problem.labels
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        nll = module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, labels)
+        return -nll
+
+    return logprobs
+
+
+def apple_cce(filter_eps: str | None) -> Callable[[Problem], Logprobs]:
+    """Apple's cut cross-entropy, with its default gradient filter or none."""
+
+    def build(problem: Problem) -> Logprobs:
+        _require("cut_cross_entropy")
+        module = importlib.import_module("cut_cross_entropy")
+        labels, softcap = problem.labels, problem.shape.softcap
+        return lambda hidden, weight: (
+            -module.linear_cross_entropy(
+                hidden, weight, labels, softcap=softcap, reduction="none", filter_eps=filter_eps
+            )
+        )
+
+    return build
+
+
+def verl_kernel(problem: Problem) -> Logprobs:
+    """verl's Triton linear cross-entropy, without the rest of the package."""
+    _require("verl")
+    if problem.shape.softcap is not None:
+        raise NotRun("no softcap")
+    _stub("verl")
+    _stub("verl.utils")
+    device = _stub("verl.utils.device")
+    device.get_device_capability = torch.cuda.get_device_capability  # type: ignore[attr-defined]
+    device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
+    device.is_cuda_available = torch.cuda.is_available()  # type: ignore[attr-defined]
+    device.get_torch_device = lambda: torch.cuda  # type: ignore[attr-defined]
+    module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    mask = problem.labels != -100
+    labels = problem.labels.clamp(min=0)
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        picked, _ = module.linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
+        return torch.where(mask, picked, 0)
+
+    return logprobs
+
+
+def _require(package: str) -> None:
+    if package not in sys.modules and find_spec(package) is None:
+        raise NotRun(f"{package} is not installed")
+    if not torch.cuda.is_available():
+        raise NotRun("needs a GPU")
+
+
+def _stub(name: str) -> types.ModuleType:
+    """An empty module in place of a package's own, whose imports are not needed here."""
+    if name in sys.modules:
+        return sys.modules[name]
+    root = name.split(".")[0]
+    if root == name:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        path = Path(next(iter(spec.submodule_search_locations)))
+    else:
+        path = Path(sys.modules[root].__path__[0], *name.split(".")[1:])
+    module = types.ModuleType(name)
+    module.__path__ = [str(path)]
+    sys.modules[name] = module
+    return module
+
+
+PEERS = (
+    Implementation(
+        "torch eager", "logits", from_logprobs(torch_eager), without_gradient(torch_eager)
+    ),
+    Implementation(
+        "torch.compile", "logits", from_logprobs(torch_compiled), without_gradient(torch_compiled)
+    ),
+    Implementation(
+        "torch F.linear_cross_entropy", "chunks", from_logprobs(torch_linear_cross_entropy)
+    ),
+    Implementation(
+        "TRL ChunkedLogProb", "recompute", from_logprobs(trl_chunked), without_gradient(trl_chunked)
+    ),
+    Implementation("Liger fused linear GRPO", "chunks", liger_grpo),
+    Implementation(
+        "Liger FLSCE",
+        "recompute",
+        from_logprobs(liger_scaled_cross_entropy),
+        without_gradient(liger_scaled_cross_entropy),
+    ),
+    Implementation(
+        "Apple CCE",
+        "recompute, filtered",
+        from_logprobs(apple_cce("auto")),
+        without_gradient(apple_cce("auto")),
+    ),
+    Implementation("Apple CCE exact", "recompute", from_logprobs(apple_cce(None))),
+    Implementation(
+        "verl linear cross-entropy",
+        "recompute",
+        from_logprobs(verl_kernel),
+        without_gradient(verl_kernel),
+    ),
+)
