@@ -175,3 +175,32 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         return tensor
     result: Tensor = _Gather.apply(tensor, group)
     return result
+
+
+BUCKET_BYTES = 64 * 2**20
+
+
+def all_reduce_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Sums each of the tensors over the ranks of `group`, in place, in few large collectives.
+
+    Every rank must give tensors of the same shapes and dtypes in the same order.
+    """
+    if group is None:
+        return
+    bucket: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        size = sum(part.nbytes for part in bucket)
+        following = tensors[index + 1] if index + 1 < len(tensors) else None
+        if (
+            following is None
+            or following.dtype != tensor.dtype
+            or size + following.nbytes > BUCKET_BYTES
+        ):
+            flat = torch.cat([part.flatten() for part in bucket])
+            dist.all_reduce(flat, group=group)
+            for part, total in zip(
+                bucket, flat.split([part.numel() for part in bucket]), strict=True
+            ):
+                part.copy_(total.view_as(part))
+            bucket = []

@@ -57,14 +57,28 @@ def document_attention(
         ValueError: the implementation does not run here, or (`per_document`) a document's rows are
             not adjacent.
     """
-    flex_refusal = _flex_refusal(document_index.device, head_dim, dtype)
+    if uses_flex(implementation, document_index.device, head_dim, dtype):
+        return FlexDocumentAttention(document_block_mask(document_index))
+    return PerDocumentAttention(_document_groups(document_index))
+
+
+def uses_flex(
+    implementation: Literal["auto", "per_document", "flex"],
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> bool:
+    """Returns whether FlexAttention computes it.
+
+    Raises:
+        ValueError: `flex` is asked for and does not run here.
+    """
+    flex_refusal = _flex_refusal(device, head_dim, dtype)
     if implementation == "flex" and flex_refusal is not None:
         raise ValueError(
             f"`attention_implementation: flex` needs {flex_refusal}; use `per_document`"
         )
-    if implementation == "per_document" or flex_refusal is not None:
-        return PerDocumentAttention(_document_groups(document_index))
-    return FlexDocumentAttention(document_block_mask(document_index))
+    return implementation != "per_document" and flex_refusal is None
 
 
 def _flex_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -96,9 +110,10 @@ def _document_groups(
     document_index: Tensor,  # [T]
 ) -> DocumentGroups:
     """Groups documents by length, so that padding at most doubles the work of long ones."""
-    is_padding = document_index < 0
+    device = document_index.device
+    index = document_index.cpu()
     # A number of its own for each padding row makes it a document of one token.
-    index = torch.where(is_padding, -1 - torch.arange(len(document_index)), document_index.cpu())
+    index = torch.where(index < 0, -1 - torch.arange(len(index)), index)
     values, lengths = torch.unique_consecutive(index, return_counts=True)
     if len(torch.unique(values)) != len(values):
         raise ValueError(
@@ -119,8 +134,8 @@ def _document_groups(
         is_real = offset < length
         slots[members[is_real]] = num_slots + is_real.flatten().nonzero().squeeze(1)
         num_slots += members.numel()
-        rows.append(members.to(document_index.device))
-    return DocumentGroups(tuple(rows), slots.to(document_index.device))
+        rows.append(members.to(device))
+    return DocumentGroups(tuple(rows), slots.to(device))
 
 
 @dataclass(frozen=True)
@@ -190,8 +205,8 @@ def document_block_mask(
         same = (document_start[query] == document_start[key]) & (key <= query)
         return same
 
-    partial_count, partial_order = _ordered(needed & ~full)
-    full_count, full_order = _ordered(full)
+    partial_count, partial_order = blocks_in_order(needed & ~full)
+    full_count, full_order = blocks_in_order(full)
     return BlockMask.from_kv_blocks(
         partial_count,
         partial_order,
@@ -203,7 +218,7 @@ def document_block_mask(
     )
 
 
-def _ordered(
+def blocks_in_order(
     blocks: Tensor,  # [query blocks, key blocks] bool
 ) -> tuple[Tensor, Tensor]:  # [1, 1, query blocks] and [1, 1, query blocks, key blocks] int32
     """Number of chosen key blocks a query block, and the key blocks with the chosen ones first."""
@@ -213,7 +228,8 @@ def _ordered(
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Returns FlexAttention as one kernel."""
     return torch.compile(flex_attention)
 
 
@@ -233,7 +249,7 @@ class FlexDocumentAttention:
         """Returns the attention output of every packed row."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         gqa = query.shape[1] != key.shape[1]
-        attention = _compiled_flex_attention()
+        attention = compiled_flex_attention()
         output: Tensor = attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa)
         return output[0].transpose(0, 1)
 

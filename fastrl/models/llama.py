@@ -22,7 +22,8 @@ from fastrl.config.model import Llama3RopeConfig, LlamaConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.matmul import compute_dtype, matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.models.attention import Attend, KVCache, document_attention
+from fastrl.models.attention import Attend, KVCache
+from fastrl.models.split_attention import Pieces, packed_attention
 from fastrl.parallel import ParallelGroups
 
 
@@ -252,7 +253,8 @@ class Llama(nn.Module):
 
     Args:
         config: the architecture; `vocab_size` must be known.
-        groups: process groups of the head.
+        groups: process groups of the head, whose weight then has this rank's rows, and of attention
+            over the sequence-data axis. `fastrl.models.parallelize` sets them with the shards.
         device: where parameters are made, "meta" for none yet.
         dtype: of parameters and activations; default: torch's default dtype.
 
@@ -272,6 +274,7 @@ class Llama(nn.Module):
             raise ValueError("`vocab_size` must be set in the model's config before it is built")
         device = torch.device(device) if device is not None else None
         self.config = config
+        self.groups = groups or ParallelGroups()
         self.model = Backbone(config, config.padded_vocab_size or config.vocab_size, device, dtype)
         head_config = LanguageModelHeadConfig(
             hidden_size=config.hidden_size,
@@ -315,27 +318,48 @@ class Llama(nn.Module):
         tokens: Tensor,  # [T]
         positions: Tensor,  # [T]
         document_index: Tensor,  # [T]
+        pieces: Pieces | None = None,
     ) -> Tensor:  # [T, D]
         """Returns the final hidden states of packed documents, which cannot see each other.
 
         Args:
-            tokens: int64 ids.
+            tokens: int64 ids, of this rank under `groups.sdp`.
             positions: int64, of each token in its document.
             document_index: int64, -1 is padding. A document's rows are adjacent and in order.
+            pieces: the pieces of the packed sequence that ran before; this one is added to them
+                (`fastrl.models.micro_sequences`).
         """
-        attend = document_attention(
+        attend = packed_attention(
             document_index,
+            positions,
+            group=self.groups.sdp,
+            pieces=pieces,
             implementation=self.config.attention_implementation,
             head_dim=self.config.head_dim,
             dtype=self.model.norm.weight.dtype,
         )
         hidden_states: Tensor = self.model(tokens, positions, attend)
+        if pieces is not None and hidden_states._is_view():
+            # The local part of a DTensor: FSDP2, for which this is the output, wants no views.
+            hidden_states = hidden_states.clone()
         return hidden_states
 
     def forward(self, batch: BatchKwargs, *, return_logprobs: bool = False) -> HeadOutput:
         """Returns the head's loss and metrics (and log-probabilities) of a packed batch."""
-        hidden_states = self.hidden_states(batch.tokens, batch.positions, batch.document_index)
+        # Not `self.hidden_states`, which `parallelize` may have wrapped as a forward of its own.
+        hidden_states = Llama.hidden_states(
+            self, batch.tokens, batch.positions, batch.document_index
+        )
         output: HeadOutput = self.lm_head(hidden_states, batch, return_logprobs=return_logprobs)
+        return output
+
+    def head_output(
+        self,
+        hidden_states: Tensor,  # [T, D]
+        batch: BatchKwargs,
+    ) -> HeadOutput:
+        """Returns the head's loss and metrics of hidden states that were computed before."""
+        output: HeadOutput = self.lm_head(hidden_states, batch)
         return output
 
     def prefill(

@@ -1,0 +1,226 @@
+"""A Llama spread over a device mesh, from outside: tensor parallel, sequence parallel, FSDP2.
+
+Parameters become DTensors, so that every one says which part of the whole it is. The model stays
+the single-device code of `llama.py`: its layers see plain tensors, this rank's part of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fastrl.config.model import LlamaConfig
+from fastrl.models.llama import Llama
+from fastrl.parallel import ParallelGroups, all_reduce_tensors
+
+
+def parallelize_llama(
+    llama: Llama,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = False,
+    fully_sharded: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> ParallelGroups:
+    """Spreads a whole model over the mesh, in place, and returns the groups for its batches.
+
+    Args:
+        llama: built without groups, its weights the same on every rank, or on the meta device.
+        mesh: of `fastrl.parallel.device_mesh`.
+        sequence_parallel: the tensor axis also splits the residual stream by tokens.
+        fully_sharded: FSDP2 over the data and sequence-data axes together; without it these axes
+            hold replicas, whose gradients `reduce_gradients` sums.
+        compute_dtype: of activations and gathered weights, while parameters keep their own dtype
+            and gradients are reduced in it; only with `fully_sharded`.
+
+    Raises:
+        ValueError: sizes of the model that the tensor axis does not divide, or an option that has
+            no effect; from facts that all ranks share, before any collective.
+    """
+    tensor = mesh["tensor"]
+    _check(llama.config, tensor.size(), sequence_parallel, fully_sharded, compute_dtype)
+    groups = ParallelGroups.from_mesh(mesh, sequence_parallel=sequence_parallel)
+    llama.groups = groups
+    llama.lm_head.use_groups(groups)
+    if tensor.size() > 1:
+        _shard_tensor(llama, tensor, sequence_parallel)
+    if fully_sharded:
+        _fully_shard(llama, _data_mesh(mesh), compute_dtype)
+    return groups
+
+
+def _check(
+    config: LlamaConfig,
+    tensor: int,
+    sequence_parallel: bool,
+    fully_sharded: bool,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        size = getattr(config, name)
+        if size % tensor:
+            raise ValueError(
+                f"`{name}` must be a multiple of the tensor axis, {tensor}, got {size}; use a"
+                " smaller `parallel.tensor`."
+            )
+    if sequence_parallel and tensor == 1:
+        raise ValueError(
+            "`sequence_parallel` must be false without a tensor axis, got true with `tensor` 1:"
+            " it has no effect."
+        )
+    if compute_dtype is not None and not fully_sharded:
+        raise ValueError(
+            f"`compute_dtype` must be None without `fully_sharded`, got {compute_dtype}; FSDP2"
+            " keeps the copy of the weights in the compute dtype."
+        )
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The data and sequence-data axes as one: both sum gradients, so both shard parameters."""
+    if mesh["sequence_data"].size() == 1:
+        return mesh["data"]
+    if mesh["data"].size() == 1:
+        return mesh["sequence_data"]
+    return mesh["data", "sequence_data"]._flatten("data_sequence_data")
+
+
+def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> None:
+    """Megatron's layout: columns of the first, rows of the second matrix of attention and MLP."""
+    stream: Placement = Shard(0) if sequence_parallel else Replicate()
+    norm = SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Whole()
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
+
+    def gathered(num_inputs: int) -> PrepareModuleInput:
+        others = [None] * (num_inputs - 1)
+        return PrepareModuleInput(
+            input_layouts=(stream, *others),
+            desired_input_layouts=(Replicate(), *others),
+            use_local_output=True,
+        )
+
+    layer: dict[str, ParallelStyle] = {
+        "input_layernorm": norm,
+        "self_attn": gathered(3),
+        "self_attn.q_proj": columns,
+        "self_attn.k_proj": columns,
+        "self_attn.v_proj": columns,
+        "self_attn.o_proj": rows,
+        "post_attention_layernorm": norm,
+        "mlp": gathered(1),
+        "mlp.gate_proj": columns,
+        "mlp.up_proj": columns,
+        "mlp.down_proj": rows,
+    }
+    for block in llama.model.layers:
+        parallelize_module(block, tensor, layer)
+    head_shards = llama.lm_head.config.vocabulary_parallel
+    # A tied embedding is sharded as the head is.
+    by_rows = head_shards or not llama.config.tie_word_embeddings
+    embedding = (
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        if by_rows
+        else Whole(output_layout=stream)
+    )
+    parallelize_module(llama.model, tensor, {"embed_tokens": embedding, "norm": norm})
+    placement: Placement = Shard(0) if head_shards else Replicate()
+    for name, parameter in list(llama.lm_head.named_parameters()):
+        if not isinstance(parameter, DTensor):
+            _distribute(llama.lm_head, name, parameter, tensor, placement)
+    llama.tie_weights()
+
+
+def _distribute(
+    module: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh, placement: Placement
+) -> None:
+    distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
+
+
+class Whole(ParallelStyle):
+    """A module that runs whole on every tensor rank, its parameters replicated DTensors.
+
+    Args:
+        output_layout: what is handed on of the output: all of it, or this rank's rows.
+    """
+
+    def __init__(self, output_layout: Placement | None = None) -> None:
+        self.output_layout = output_layout or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            _distribute(module, name, parameter, device_mesh, Replicate())
+
+        def wrap(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(
+                DTensor.from_local(tensor, device_mesh, [Replicate()]) for tensor in inputs
+            )
+
+        def unwrap(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+            return output.redistribute(placements=[self.output_layout]).to_local()
+
+        module.register_forward_pre_hook(wrap)
+        module.register_forward_hook(unwrap)
+        return module
+
+
+def _fully_shard(llama: Llama, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
+    """A group for each layer; embedding, final norm and head, which may be tied, in the root's.
+
+    The root's group stays gathered from forward to backward: one all-gather a step for the head's
+    weight, whatever its number of chunks.
+    """
+    # Inputs are not cast: a batch's log-probabilities and the rotary angles stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=None if compute_dtype is None else torch.float32,
+        cast_forward_inputs=False,
+    )
+    modules = [*llama.model.layers, llama]
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        # The global loss is the sum of the ranks' losses: gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for method in ("hidden_states", "head_output"):
+        register_fsdp_forward_method(llama, method)
+
+
+def reduce_gradients(llama: Llama) -> None:
+    """Sums the gradients of replicas; to be called once a step, after all backward passes.
+
+    Gradients over the tensor axis that autograd left as partial sums (of norms under sequence
+    parallelism) are summed as well. Under FSDP2 nothing is left to do.
+    """
+    if isinstance(llama, FSDPModule):
+        return
+    grads = []
+    for parameter in llama.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+            grad = grad.to_local()
+        if grad is not None:
+            grads.append(grad)
+    for group in (llama.groups.dp, llama.groups.sdp):
+        all_reduce_tensors(grads, group)
