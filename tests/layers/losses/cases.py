@@ -235,9 +235,8 @@ def policy_documents() -> list[Document]:
 
 def preference_documents() -> list[Document]:
     """Pairs of a chosen and a rejected document, in any order, one pair apart."""
-    documents = [x for x in policy_documents() if not isinstance(x.advantage, list)]
-    documents = [x for x in documents if x.prompt_length is not None]
-    usable = [x for x in documents if len(x.tokens) > x.prompt_length][:6]  # type: ignore[operator]
+    documents = [x for x in policy_documents() if x.prompt_length is not None]
+    usable = [x for x in documents if len(x.tokens) > max(x.prompt_length or 0, 1)][:6]
     pairs = ("p", "q", "p", "r", "r", "q")
     signs = (1.0, -1.0, -1.0, 1.0, -1.0, 1.0)
     return [

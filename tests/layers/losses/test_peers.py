@@ -1,0 +1,358 @@
+"""The same numbers as the losses of the installed TRL and Liger, from their own code.
+
+They work on padded batches [B, C]; ours on the same tokens, packed. Where they differ on purpose,
+docs/losses.md says how.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import BatchKwargs, TokenStatistics
+from tests.layers.losses.cases import LossCase, pack, policy_documents, random_statistics
+from tests.layers.losses.cases import preference_documents as pair_documents
+
+MAX_LENGTH = 12
+
+
+def installed(module: str) -> ModuleType:
+    """A module of a peer; skips where it is not installed (the `test` extra installs both)."""
+    pytest.importorskip(module.split(".")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(module)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A packed batch of whole documents, and its labelled tokens in [B, C]."""
+
+    batch: BatchKwargs
+    statistics: TokenStatistics
+    slots: Tensor  # [B, C] int64, 0 where there is no token
+    mask: Tensor  # [B, C]
+
+    def pad(self, values: Tensor) -> Tensor:  # [T] -> [B, C]
+        """Values of the labelled tokens; 0 elsewhere."""
+        return torch.where(self.mask, values[self.slots], 0)
+
+    def column(self, name: str) -> Tensor:
+        """A column of the batch, padded."""
+        values: Tensor = getattr(self.batch, name)
+        return self.pad(values)
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B], one a document."""
+        return self.column("advantages")[:, 0]
+
+
+def padded(documents: list[Any]) -> Padded:
+    """Documents with labels, none so far off the policy that ratios saturate."""
+    documents = [x for x in documents if not isinstance(x.advantage, list)]
+    batch = pack([x for x in documents if len(x.tokens) > max(x.prompt_length or 0, 1)])
+    batch = batch.replace(old_logprobs=batch.old_logprobs.clamp(min=-5))  # type: ignore[union-attr]
+    statistics = random_statistics(batch)
+    logprobs = statistics.logprobs.detach().clamp(-6, -0.01).requires_grad_()
+    statistics = TokenStatistics(logprobs, statistics.entropy, statistics.logsumexp)
+    rows = [
+        ((batch.document_index == d) & (batch.labels != -100)).nonzero()[:, 0]
+        for d in range(batch.num_documents)
+    ]
+    length = max(len(row) for row in rows)
+    slots = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        slots[number, : len(row)] = row
+        mask[number, : len(row)] = True
+    return Padded(batch, statistics, slots, mask)
+
+
+def assert_same(data: Padded, ours: Tensor, theirs: Tensor, names: tuple[str, ...]) -> None:
+    """Equal values and gradients with respect to the statistics."""
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    leaves = [getattr(data.statistics, name) for name in names]
+    for got, wanted in zip(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10)
+
+
+# fastrl config, TRL loss_type, TRL settings
+SEQUENCE = {"importance_sampling_level": "sequence"}
+CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
+NARROW = {"epsilon_low": 0.05, "epsilon_high": 0.08}
+POLICY_LOSSES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "grpo": ({"type": "grpo", "normalisation": "documents"} | CLIP, "grpo", CLIP),
+    "bnpo": ({"type": "grpo", "preset": "bnpo"} | CLIP, "bnpo", CLIP),
+    "dapo": ({"type": "grpo", "preset": "dapo"} | CLIP, "dapo", CLIP),
+    "dr_grpo": (
+        {"type": "grpo", "preset": "dr_grpo", "length": MAX_LENGTH} | CLIP,
+        "dr_grpo",
+        CLIP,
+    ),
+    "delta": ({"type": "grpo", "delta": 1.4} | CLIP, "dapo", CLIP | {"delta": 1.4}),
+    "gspo": ({"type": "gspo"} | NARROW, "grpo", NARROW | SEQUENCE),
+    "gspo_tokens": (
+        {"type": "gspo", "normalisation": "tokens"} | NARROW,
+        "dapo",
+        NARROW | SEQUENCE,
+    ),
+    "luspo": ({"type": "luspo"} | NARROW, "luspo", NARROW | SEQUENCE),
+    "cispo": ({"type": "cispo", "epsilon_high": 0.2}, "cispo", {"epsilon_high": 1.2}),
+    # As tensors: TRL chooses between Python numbers by `torch.where`, which makes them fp32.
+    "sapo": (
+        {"type": "sapo"},
+        "sapo",
+        {
+            "sapo_temperature_pos": torch.tensor(1.0, dtype=torch.float64),
+            "sapo_temperature_neg": torch.tensor(1.05, dtype=torch.float64),
+        },
+    ),
+    "vespo": ({"type": "vespo"}, "vespo", {}),
+    "kl": ({"type": "grpo", "kl": {"coefficient": 0.3}} | CLIP, "dapo", CLIP | {"beta": 0.3}),
+    "kl_plain": (
+        {"type": "grpo", "kl": {"coefficient": 0.3, "gradient": "estimator"}} | CLIP,
+        "dapo",
+        CLIP | {"beta": 0.3, "use_bias_correction_kl": False},
+    ),
+    "kl_document": (
+        {"type": "gspo", "kl": {"coefficient": 0.3, "ratio_level": "document"}} | NARROW,
+        "grpo",
+        NARROW | SEQUENCE | {"beta": 0.3},
+    ),
+}
+
+# Those that only TRL's trainer has.
+TRAINER_LOSSES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "top_entropy": (
+        {"type": "grpo", "entropy": {"top_fraction": 0.3}} | CLIP,
+        "dapo",
+        CLIP | {"top_entropy_quantile": 0.3},
+    ),
+    "bonus": (
+        {"type": "grpo", "normalisation": "documents", "entropy": {"bonus": 0.2}} | CLIP,
+        "grpo",
+        CLIP | {"entropy_coef": 0.2},
+    ),
+    "off_policy": (
+        {"type": "grpo", "off_policy_mask": {"threshold": 0.03, "behaviour": "rollout"}} | CLIP,
+        "dapo",
+        CLIP | {"off_policy_mask_threshold": 0.03},
+    ),
+    "token_truncate": (
+        {"type": "grpo", "rollout_correction": {"low": 0.95, "high": 1.05}} | CLIP,
+        "dapo",
+        CLIP | {"mode": "token_truncate", "low": 0.95, "high": 1.05},
+    ),
+    "token_mask": (
+        {"type": "grpo", "rollout_correction": {"mode": "mask", "high": 1.05}} | CLIP,
+        "dapo",
+        CLIP | {"mode": "token_mask", "low": None, "high": 1.05},
+    ),
+    "sequence_truncate": (
+        {"type": "gspo", "rollout_correction": {"level": "document", "mean": "product"}} | NARROW,
+        "grpo",
+        NARROW | SEQUENCE | {"mode": "sequence_truncate", "low": None, "high": 2.0},
+    ),
+    "sequence_mask": (
+        {
+            "type": "grpo",
+            "rollout_correction": {
+                "level": "document",
+                "mean": "product",
+                "mode": "mask",
+                "high": 1.1,
+            },
+        }
+        | CLIP,
+        "dapo",
+        CLIP | {"mode": "sequence_mask", "low": None, "high": 1.1},
+    ),
+}
+
+
+def trl_loss(data: Padded, loss_type: str, settings: dict[str, Any]) -> Tensor:
+    """`GRPOTrainer._compute_loss` on a trainer that has nothing but what this method reads."""
+    module = installed("trl.trainer.grpo_trainer")
+    return computed_loss(module.GRPOTrainer, data, loss_type, settings)
+
+
+def computed_loss(
+    trainer_class: Any, data: Padded, loss_type: str, settings: dict[str, Any]
+) -> Tensor:
+    entropy, logprobs = data.statistics.entropy, data.statistics.logprobs
+    assert entropy is not None
+    settings = {
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "delta": None,
+        "beta": 0.0,
+        "use_bias_correction_kl": True,
+        "importance_sampling_level": "token",
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "entropy_coef": 0.0,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+        "steps_per_generation": 1,
+    } | settings
+    inputs = {
+        "prompt_ids": torch.zeros(len(data.slots), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(data.slots), 1, dtype=torch.int64),
+        "completion_ids": torch.where(data.mask, data.batch.labels[data.slots], 0),
+        "completion_mask": data.mask.long(),
+        "advantages": data.advantages,
+        "old_per_token_logps": data.column("old_logprobs"),
+        "ref_per_token_logps": data.column("ref_logprobs"),
+        "sampling_per_token_logps": data.column("rollout_logprobs"),
+        "num_items_in_batch": data.mask.sum(),
+    }
+    if "mode" in settings:
+        inputs["importance_sampling_ratio"] = trl_rollout_ratio(inputs, data.mask, settings)
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda value: value,
+        reduce=lambda value, reduction: value,
+        pad_across_processes=lambda value, dim, pad_index: value,
+    )
+    trainer = SimpleNamespace(
+        **settings,
+        args=SimpleNamespace(**settings),
+        loss_type=loss_type,
+        model=SimpleNamespace(training=True),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=settings["entropy_coef"] != 0,
+        use_vllm="mode" in settings,
+        vllm_importance_sampling_correction="mode" in settings,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_LENGTH,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            data.pad(logprobs),
+            data.pad(entropy),
+            None,
+        ),
+        get_off_policy_mask=trainer_class.get_off_policy_mask,
+        get_gamma_weights=trainer_class.get_gamma_weights,
+    )
+    trainer.get_high_entropy_mask = lambda *args: trainer_class.get_high_entropy_mask(
+        trainer, *args
+    )
+    loss: Tensor = trainer_class._compute_loss(trainer, None, inputs)
+    return loss
+
+
+def trl_rollout_ratio(inputs: dict[str, Tensor], mask: Tensor, settings: dict[str, Any]) -> Tensor:
+    """TRL's importance weights as its generation step makes them (it is no method of its own)."""
+    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * mask
+    if settings["mode"].startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    if settings["mode"].endswith("truncate"):
+        return ratio.clamp(settings["low"], settings["high"])
+    low = settings["low"] or 0.0
+    return ratio.masked_fill((ratio < low) | (ratio > settings["high"]), 0.0)
+
+
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, *TRAINER_LOSSES])
+def test_trl(name: str) -> None:
+    config, loss_type, settings = (POLICY_LOSSES | TRAINER_LOSSES)[name]
+    data = padded(policy_documents())
+    ours = LossCase(name, config).loss()(data.statistics, data.batch)
+    needed = ("logprobs", "entropy") if name == "bonus" else ("logprobs",)
+    assert_same(data, ours, trl_loss(data, loss_type, settings), needed)
+
+
+def test_trl_gmpo() -> None:
+    module = installed("trl.experimental.gmpo.gmpo_trainer")
+    data = padded(policy_documents())
+    epsilons = {"epsilon_low": 0.2, "epsilon_high": 0.1}
+    ours = LossCase("gmpo", {"type": "gmpo"} | epsilons).loss()(data.statistics, data.batch)
+    theirs = computed_loss(module.GMPOTrainer, data, "grpo", epsilons)
+    assert_same(data, ours, theirs, ("logprobs",))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_liger(name: str) -> None:
+    module = installed("liger_kernel.chunked_loss.grpo_loss")
+    config, loss_type, settings = POLICY_LOSSES[name]
+    data = padded(policy_documents())
+    ours = LossCase(name, config).loss()(data.statistics, data.batch)
+    theirs, _ = module.LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        data.pad(data.statistics.logprobs),
+        data.mask,
+        data.advantages,
+        data.mask,
+        ref_per_token_logps=data.column("ref_logprobs"),
+        old_per_token_logps=data.column("old_logprobs"),
+        loss_type=loss_type,
+        max_completion_length=MAX_LENGTH,
+        **({"beta": 0.0, "use_bias_correction_kl": True} | settings),
+    )
+    assert_same(data, ours, theirs, ("logprobs",))
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "hinge"])
+def test_liger_dpo(variant: str) -> None:
+    module = installed("liger_kernel.chunked_loss.dpo_loss")
+    data = padded(pair_documents())
+    ours = LossCase("dpo", {"type": "dpo", "variant": variant, "beta": 0.4}, pairs=True).loss()(
+        data.statistics, data.batch
+    )
+    assert data.batch.group_index is not None
+    groups = data.pad(data.batch.group_index)[:, 0]
+    order = groups.argsort(stable=True)
+    chosen, rejected = (
+        order[(data.advantages[order] * sign > 0).nonzero()[:, 0]] for sign in (1, -1)
+    )
+    sums = data.pad(data.statistics.logprobs).sum(1)
+    ref_sums = data.column("ref_logprobs").sum(1)
+    theirs = module.LigerFusedLinearDPOFunction.preference_loss_fn(
+        sums[chosen],
+        sums[rejected],
+        torch.empty(len(order), 1),
+        ref_sums[chosen],
+        ref_sums[rejected],
+        beta=0.4,
+        loss_type=variant,
+    )[0]
+    assert_same(data, ours, theirs, ("logprobs",))
+
+
+@pytest.mark.parametrize(
+    ("divergence", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)]
+)
+def test_divergences_of_trl_and_liger(divergence: str, beta: float) -> None:
+    from fastrl.functional.linear_divergence import column_divergence
+
+    gkd = installed("trl.experimental.gkd.gkd_trainer").GKDTrainer
+    liger = installed("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDFunction
+    student = torch.randn(6, 19, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(6, 19, dtype=torch.float64)
+    log_s, log_t = torch.log_softmax(student, 1), torch.log_softmax(teacher, 1)
+    ours = column_divergence(log_s, log_t, divergence, beta).sum()  # type: ignore[arg-type]
+    for theirs in (
+        gkd.generalized_jsd_loss(student, teacher, beta=beta, reduction="sum"),
+        liger.distillation_loss_fn(student, teacher, beta=beta),
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+        (got,) = torch.autograd.grad(ours, student, retain_graph=True)
+        (wanted,) = torch.autograd.grad(theirs, student, retain_graph=True)
+        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10)
