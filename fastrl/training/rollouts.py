@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
 
+import numpy as np
+
 from fastrl.config.base import UserError
 from fastrl.config.losses import AnyLossConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
 from fastrl.config.training import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
-from fastrl.data.advantages import with_group_advantages, without_zero_groups
+from fastrl.data.advantages import group_advantages, with_group_advantages
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
@@ -106,32 +108,43 @@ class SampledRollouts:
         groups = self._sampler.sample(
             prompts, num_each=config.group_size, temperature=config.temperature
         )
-        documents, samples = [], []
-        for number, (problem, prompt, group) in enumerate(
-            zip(problems, prompts, groups, strict=True)
-        ):
-            for completion in group:
-                sample = scored(completion, problem, self._environment, self._tokenizer)
-                samples.append(sample)
-                documents.append(
-                    Document(
-                        tokens=prompt + completion.tokens,
-                        prompt_length=len(prompt),
-                        logprobs=completion.logprobs,
-                        rollout_logprobs=completion.logprobs,
-                        temperature=config.temperature,
-                        reward=sample.reward,
-                        group_id=number,
-                    )
-                )
-        lengths = [len(completion.tokens) for group in groups for completion in group]
+        samples = [
+            scored(completion, problem, self._environment, self._tokenizer)
+            for problem, group in zip(problems, groups, strict=True)
+            for completion in group
+        ]
+        numbers = [number for number, group in enumerate(groups) for _ in group]
+        advantages = group_advantages(
+            [sample.reward for sample in samples],
+            numbers,
+            baseline=self._advantage.baseline,
+            scale=self._advantage.scale,
+        )
+        completions = [completion for group in groups for completion in group]
+        documents = [
+            Document(
+                tokens=prompts[number] + completion.tokens,
+                prompt_length=len(prompts[number]),
+                logprobs=completion.logprobs,
+                rollout_logprobs=completion.logprobs,
+                advantage=advantage,
+                temperature=config.temperature,
+                reward=sample.reward,
+                group_id=number,
+            )
+            for number, completion, sample, advantage in zip(
+                numbers, completions, samples, advantages, strict=True
+            )
+        ]
+        lengths = [len(completion.tokens) for completion in completions]
         metrics = {
             "completion_length": fmean(lengths),
             "finished": fmean(sample.finished for sample in samples),
             "sampled_tokens": float(sum(lengths)),
         }
         # The first completion of as many problems.
-        return _rollouts(documents, self._advantage, metrics, samples[:: config.group_size])
+        shown = samples[:: config.group_size]
+        return _rollouts(documents, self._advantage, metrics, shown)
 
 
 class FileRollouts:
@@ -192,7 +205,13 @@ class FileRollouts:
             (group,) = self._groups.take(1)
             documents += [replace(document, group_id=number) for document in group]
             number += 1
-        return _rollouts(documents, self._advantage, {}, [])
+        given = [document for document in documents if document.advantage is not None]
+        relative = with_group_advantages(
+            [document for document in documents if document.advantage is None],
+            baseline=self._advantage.baseline,
+            scale=self._advantage.scale,
+        )
+        return _rollouts([*given, *relative], self._advantage, {}, [])
 
 
 def scored(
@@ -241,26 +260,19 @@ def _rollouts(
     metrics: dict[str, float],
     samples: list[Sample],
 ) -> Rollouts:
-    """Gives advantages to the documents that have none and leaves out those without labels."""
+    """Leaves out what teaches nothing: documents without labels, and groups as `config` says."""
     rewards = [document.reward for document in documents if document.reward is not None]
     if rewards:
         metrics = {"reward": fmean(rewards), **metrics}
-    given = [document for document in documents if document.advantage is not None]
-    relative = with_group_advantages(
-        [document for document in documents if document.advantage is None],
-        baseline=config.baseline,
-        scale=config.scale,
-    )
-    complete = [*given, *relative]
-    active = without_zero_groups(complete)
-    metrics["active_groups"] = _num_groups(active) / max(1, _num_groups(documents))
-    kept = _with_labels(active if config.zero_variance == "drop" else complete)
-    return Rollouts(kept, metrics, samples)
+    labelled = [doc for doc in documents if doc.prompt_length != len(doc.tokens)]
+    active = {doc.group_id for doc in labelled if _has_advantage(doc)}
+    num_groups = len({document.group_id for document in documents})
+    metrics["active_groups"] = len(active) / num_groups
+    if config.zero_variance == "drop":
+        labelled = [document for document in labelled if document.group_id in active]
+    return Rollouts(labelled, metrics, samples)
 
 
-def _with_labels(documents: list[Document]) -> list[Document]:
-    return [doc for doc in documents if doc.prompt_length != len(doc.tokens)]
-
-
-def _num_groups(documents: list[Document]) -> int:
-    return len({document.group_id for document in _with_labels(documents)})
+def _has_advantage(document: Document) -> bool:
+    advantage = document.advantage
+    return advantage != 0 if isinstance(advantage, float) else bool(np.any(advantage))

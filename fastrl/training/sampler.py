@@ -98,11 +98,11 @@ class Sampler:
                 kept = going_on.nonzero().squeeze(1)
                 running, chosen, cache = running[kept], chosen[kept], cache.select(kept)
             logits = self._llama.decode(chosen[:, None], cache)
+        # Through numpy, whose tolist takes a tenth of the time.
+        columns = [column.cpu().numpy().tolist() for column in (tokens, logprobs, lengths, done)]
         return [
             Completion(row[:length], row_logprobs[:length], finished)
-            for row, row_logprobs, length, finished in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), done.tolist(), strict=True
-            )
+            for row, row_logprobs, length, finished in zip(*columns, strict=True)
         ]
 
     def _choose(
