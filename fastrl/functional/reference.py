@@ -6,6 +6,7 @@ float64. It is never changed to match a fast path; only tests and benchmarks imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -183,3 +184,51 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> Tensor:
         "k3": lambda: torch.exp(-difference) - 1 + difference,
     }
     return estimators[estimator]()
+
+
+def kept_entries(
+    z: Tensor,  # [V]
+    label: int,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    recorded: list[int] | None = None,
+) -> list[int]:
+    """The entries that a sampler keeps, in this order of filters, and the label.
+
+    top_k: the k largest and those equal to the last of them. top_p: of the rest, renormalised, the
+    fewest largest with a mass of at least top_p, and those equal to the last. min_p: those with
+    p >= min_p max p.
+    """
+    if recorded is not None:
+        return sorted({*recorded, label})
+    entries = [v for v in range(len(z)) if z[v] > -torch.inf]
+    values = z.tolist()
+    if top_k is not None:
+        last = sorted((values[v] for v in entries), reverse=True)[:top_k][-1]
+        entries = [v for v in entries if values[v] >= last]
+    if top_p is not None:
+        p = torch.softmax(torch.tensor([values[v] for v in entries], dtype=torch.float64), 0)
+        ordered = sorted(zip(p.tolist(), entries, strict=True), reverse=True)
+        mass, last = 0.0, ordered[0][0]
+        for probability, _ in ordered:
+            if mass >= top_p:
+                break
+            mass, last = mass + probability, probability
+        entries = sorted(v for probability, v in ordered if probability >= last)
+    if min_p is not None:
+        entries = [v for v in entries if values[v] >= max(values) + math.log(min_p)]
+    return sorted({*entries, label})
+
+
+def kept_statistics(
+    z: Tensor,  # [V]
+    label: int,
+    entries: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob, entropy, logsumexp) of the label under the softmax over some entries alone."""
+    kept = torch.stack([z[v] for v in entries])
+    logsumexp = torch.logsumexp(kept, 0)
+    p = torch.exp(kept - logsumexp)
+    return z[label] - logsumexp, logsumexp - (p * kept).sum(), logsumexp
