@@ -1,0 +1,182 @@
+"""Every loss and option of the shared list, over ranks that share documents and vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl import BatchKwargs, LanguageModelHead, TokenBatch
+from fastrl.config import LanguageModelHeadConfig
+from fastrl.data.slices import shard_slots
+from fastrl.functional.linear_divergence import Teacher
+from fastrl.layers.losses import reduce_metrics
+from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
+from tests.distributed.layouts import Ranks
+from tests.distributed.ranks import RankPool
+from tests.layers.losses.cases import BY_NAME, CASES, LossCase, widen
+from tests.layers.losses.test_head_losses import (
+    close_to_policy,
+    make_head,
+    make_hidden,
+    make_teacher,
+)
+
+PAD_TO_MULTIPLE = 16
+LAYOUTS = [
+    Ranks(sequence_data=2, layout="zigzag"),
+    Ranks(tensor=2, sequence_parallel=True, vocabulary_parallel=False),
+    Ranks(sequence_data=2, tensor=2, sequence_parallel=True, layout="zigzag"),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank, or of all."""
+
+    loss: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+    grad_bias: Tensor
+    metrics: dict[str, Tensor]
+
+
+def token_batch(case: LossCase) -> TokenBatch:
+    return TokenBatch.from_documents(case.documents(), pad_to_multiple=PAD_TO_MULTIPLE)
+
+
+def whole_batch(case: LossCase) -> tuple[BatchKwargs, Tensor]:
+    """The batch of one process, its old policies near the head's, and the hidden states."""
+    batch = widen(token_batch(case).to_kwargs()[0])
+    hidden = make_hidden(batch)
+    return close_to_policy(make_head({}), hidden, batch), hidden
+
+
+def run(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Teacher) -> Result:
+    with_teacher = any("divergence" in loss.needs for loss in head.losses.values())
+    hidden = hidden.clone().requires_grad_()
+    output = head(hidden, batch, teacher=teacher if with_teacher else None)
+    (0.7 * output.loss).backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is not None
+    assert head.bias is not None
+    assert head.bias.grad is not None
+    return Result(
+        output.loss.detach(),
+        hidden.grad,
+        head.weight.grad,
+        head.bias.grad,
+        reduce_metrics(output.metrics, head.loss_groups),
+    )
+
+
+def one_process(case: LossCase) -> Result:
+    batch, hidden = whole_batch(case)
+    head = make_head({"loss": dict(case.config)})
+    return run(head, hidden, batch, make_teacher(batch))
+
+
+def sharded_head(case: LossCase, layout: Ranks, groups: ParallelGroups) -> LanguageModelHead:
+    """The head of `make_head` with this rank's rows."""
+    whole = make_head({"loss": dict(case.config)})
+    options = whole.config.model_dump() | {"vocabulary_parallel": layout.vocabulary_parallel}
+    config = LanguageModelHeadConfig.model_validate(options)
+    head = LanguageModelHead(config, groups, dtype=torch.float64)
+    rows = local_rows(head)
+    assert head.bias is not None
+    assert whole.bias is not None
+    with torch.no_grad():
+        head.weight.copy_(whole.weight[rows])
+        head.bias.copy_(whole.bias[rows])
+    return head
+
+
+def local_rows(head: LanguageModelHead) -> slice:
+    tp = head.groups.tp
+    return slice(*vocab_shard(head.weight_rows, group_rank(tp), group_size(tp)))
+
+
+def run_on_rank(names: list[str], layout: Ranks) -> list[Result]:
+    return [run_case(BY_NAME[name], layout) for name in names]
+
+
+def run_case(case: LossCase, layout: Ranks) -> Result:
+    groups = layout.groups()
+    whole, hidden = whole_batch(case)
+    (batch,) = token_batch(case).to_kwargs(groups, layout=layout.layout)
+    slots = local_slots(whole.num_tokens, group_rank(groups.sdp), layout)
+    vectors = {
+        name: getattr(whole, name)[slots]
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    }
+    batch = widen(batch).replace(**vectors)
+
+    def local(states: Tensor) -> Tensor:
+        return states[slots].chunk(group_size(groups.sp))[group_rank(groups.sp)]
+
+    head = sharded_head(case, layout, groups)
+    teacher = make_teacher(whole)
+    assert teacher.bias is not None
+    rows = local_rows(head)
+    teacher = replace(
+        teacher,
+        hidden_states=local(teacher.hidden_states),
+        weight=teacher.weight[rows],
+        bias=teacher.bias[rows],
+    )
+    return run(head, local(hidden), batch, teacher)
+
+
+def local_slots(length: int, rank: int, layout: Ranks) -> Tensor:
+    return shard_slots(length, rank=rank, size=layout.sequence_data, layout=layout.layout)[0]
+
+
+def assemble(layout: Ranks, results: list[Result]) -> Result:
+    at = {layout.coordinates(rank)[1:]: result for rank, result in enumerate(results)}
+    tensor = range(layout.tensor)
+    losses, hidden, weights, biases = [], [], [], []
+    for s in range(layout.sequence_data):
+        parts = [at[s, t] for t in tensor]
+        losses += [part.loss for part in (parts if layout.splits_tokens else parts[:1])]
+        hidden.append(
+            torch.cat([part.grad_hidden for part in parts])
+            if layout.sequence_parallel
+            else parts[0].grad_hidden
+        )
+        shards = parts if layout.vocabulary_parallel else parts[:1]
+        weights.append(torch.cat([part.grad_weight for part in shards]))
+        biases.append(torch.cat([part.grad_bias for part in shards]))
+    length = sum(len(part) for part in hidden)
+    packed = torch.empty(length, hidden[0].shape[1], dtype=torch.float64)
+    for s, part in enumerate(hidden):
+        packed[local_slots(length, s, layout)] = part
+    return Result(
+        torch.stack(losses).sum(),
+        packed,
+        torch.stack(weights).sum(0),
+        torch.stack(biases).sum(0),
+        results[0].metrics,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> None:
+    names = [case.name for case in CASES]
+    answers = ranks(run_on_rank, layout.world_size, names, layout)
+    for name, results in zip(names, zip(*answers, strict=True), strict=True):
+        actual, expected = assemble(layout, list(results)), one_process(BY_NAME[name])
+        assert actual.metrics.keys() == expected.metrics.keys(), name
+        pairs = {
+            field: (getattr(actual, field), getattr(expected, field))
+            for field in ("loss", "grad_hidden", "grad_weight", "grad_bias")
+        } | {key: (value, expected.metrics[key]) for key, value in actual.metrics.items()}
+        for field, (a, b) in pairs.items():
+            torch.testing.assert_close(
+                a.double(),
+                b.double(),
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda text, name=name, field=field: f"{name}: {field}: {text}",
+            )
