@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fastrl import Llama, LlamaConfig
 
 VOCAB_SIZE = 29
+
+# torch.compile imports and inspects parts of torch that warn, about nothing of ours.
+COMPILES = pytest.mark.filterwarnings("ignore")
 
 LLAMA3_ROPE = {
     "type": "llama3",

@@ -14,6 +14,7 @@ from fastrl.models.attention import (
     document_attention,
     document_block_mask,
 )
+from tests.models.cases import COMPILES
 
 
 def document_index(lengths: list[int], padding: int) -> Tensor:
@@ -133,6 +134,7 @@ def test_documents_of_like_length_are_batched() -> None:
 
 
 @pytest.mark.gpu
+@COMPILES
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flex_attention_is_the_definition(name: str, dtype: torch.dtype) -> None:

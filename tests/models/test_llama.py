@@ -13,6 +13,7 @@ from fastrl import Document, Llama, TokenBatch
 from fastrl.models.hf_config import llama_config_to_hf
 from fastrl.models.llama import RMSNorm
 from tests.models.cases import (
+    COMPILES,
     PARITY_CASES,
     VOCAB_SIZE,
     Case,
@@ -65,6 +66,7 @@ def test_gradients_equal_transformers() -> None:
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+@COMPILES
 @torch.no_grad()
 def test_p3_documents_cannot_see_each_other(device: torch.device) -> None:
     backends = ["per_document", *(["flex"] if device.type == "cuda" else [])]
