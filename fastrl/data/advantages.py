@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from fastrl.data.documents import Document, DocumentError
+from fastrl.data.documents import Document, DocumentError, shift_documents
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["none", "group", "batch"]
@@ -202,3 +202,36 @@ def _sample_std(rewards: Sequence[float]) -> float:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {list(choices)}, got {value!r}")
+
+
+def with_kl_in_rewards(documents: Sequence[Document], coefficient: float) -> list[Document]:
+    """Documents whose reward pays for the divergence from the reference policy.
+
+        R' = R - coefficient * sum_t (logprob_t - ref_logprob_t)   over the tokens to be learned
+
+    The k1 estimate of the document's KL(old, reference) as part of the reward has the KL's own
+    gradient in the policy loss. Before advantages are computed; unscored documents stay unscored.
+
+    Args:
+        documents: with `logprobs` and `ref_logprobs`.
+        coefficient: beta.
+
+    Raises:
+        DocumentError: for a scored document that lacks a column.
+
+    References:
+        Ouyang et al., arXiv:2203.02155, equation 2; Liu et al., arXiv:2510.01555.
+    """
+    result = []
+    for number, document in enumerate(documents):
+        if document.reward is None or isnan(document.reward):
+            result.append(document)
+            continue
+        for field in ("logprobs", "ref_logprobs"):
+            if getattr(document, field) is None:
+                raise DocumentError(number, field, "is required for a KL in the reward, got none")
+        shifted = shift_documents([document], columns=("old_logprobs", "ref_logprobs"))
+        old, reference = shifted.columns["old_logprobs"], shifted.columns["ref_logprobs"]
+        divergence = fsum((old.astype(float) - reference.astype(float)).tolist())
+        result.append(replace(document, reward=document.reward - coefficient * divergence))
+    return result

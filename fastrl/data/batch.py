@@ -21,6 +21,7 @@ from fastrl.data.groups import (
     document_group_labels,
     group_numbers,
 )
+from fastrl.data.kept import shifted_kept_tokens
 from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.parallel import ParallelGroups, group_rank, group_size
@@ -104,6 +105,7 @@ class TokenBatch:
     model_versions: Tensor | None = None  # [N] int64, -1 = none
     rewards: Tensor | None = None  # [N] fp32, NaN = none
     group_ids: tuple[GroupId | None, ...] | None = None  # N
+    kept_tokens: Tensor | None = None  # [T, K] int64, -1 fills up
 
     @classmethod
     def from_documents(
@@ -139,6 +141,7 @@ class TokenBatch:
             )
         versions, rewards = shifted.model_versions, shifted.rewards
         group_ids = tuple(document.group_id for document in documents)
+        kept = shifted_kept_tokens(documents)
         batch = cls(
             tokens=torch.from_numpy(shifted.tokens),
             labels=torch.from_numpy(shifted.labels),
@@ -151,6 +154,7 @@ class TokenBatch:
             model_versions=None if versions is None else torch.from_numpy(versions),
             rewards=None if rewards is None else torch.from_numpy(rewards),
             group_ids=group_ids if any(group is not None for group in group_ids) else None,
+            kept_tokens=None if kept is None else torch.from_numpy(kept),
         )
         length = num_tokens if sequence_length is None else sequence_length
         return batch.padded(-(-length // pad_to_multiple) * pad_to_multiple)
@@ -199,6 +203,7 @@ class TokenBatch:
             positions=torch.cat([self.positions, torch.arange(start, start + extra)]),
             document_index=pad(self.document_index, -1),
             columns={name: pad(column) for name, column in self.columns.items()},
+            kept_tokens=None if self.kept_tokens is None else _padded_rows(self.kept_tokens, extra),
         )
 
     def split_by_document(
@@ -346,6 +351,7 @@ class TokenBatch:
             group_label_counts=group_label_counts,
             num_groups=num_groups,
             num_groups_in_batch=counts.num_groups_in_batch,
+            kept_tokens=None if self.kept_tokens is None else self.kept_tokens[slots],
             labelled_rows=RowSet.from_mask(labelled, document_index),
             active_rows=active_rows,
             active_document_rows=active_document_rows,
@@ -369,3 +375,11 @@ class TokenBatch:
     ) -> Tensor:
         """[T] values of each slot's document; index -1 of the padding finds the appended one."""
         return torch.cat([values, values.new_full((1,), padding)])[self.document_index]
+
+
+def _padded_rows(
+    values: Tensor,  # [T, K]
+    extra: int,
+) -> Tensor:  # [T + extra, K]
+    """`values` with rows of -1 at the end."""
+    return torch.cat([values, values.new_full((extra, values.shape[1]), -1)])

@@ -85,6 +85,8 @@ class Document:
         logprobs_temperature: that the log-probabilities were taken at, where the producer says so.
             Values taken at another temperature than `temperature` are refused, as log-probabilities
             of single tokens cannot be converted.
+        kept_tokens: for each token (same lengths as the log-probabilities) the ids that the sampler
+            drew it from, such as its top-p set; the token itself counts as one of them.
     """
 
     tokens: Integers
@@ -100,6 +102,7 @@ class Document:
     group_id: int | str | None = None
     alignment: Literal["token", "label"] = "token"
     logprobs_temperature: float | None = None
+    kept_tokens: Sequence[Integers] | None = None
 
 
 @dataclass(frozen=True)

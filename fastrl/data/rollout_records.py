@@ -20,6 +20,7 @@ from fastrl.data.documents import (
     is_finite,
     shift_documents,
 )
+from fastrl.data.kept import shifted_kept_tokens
 
 KINDS = {
     "tokens": "integers",
@@ -35,6 +36,7 @@ KINDS = {
     "group_id": "integer|text",
     "alignment": "text",
     "logprobs_temperature": "number|raw",
+    "kept_tokens": "lists",
     "prompt_ids": "integers",
     "completion_ids": "integers",
     "completion_mask": "booleans",
@@ -68,6 +70,7 @@ _EXPECTED = {
     "integers": "a list of integers",
     "booleans": "a list of booleans, or of 0 and 1",
     "numbers": "a list of numbers",
+    "lists": "a list of lists of integers",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
@@ -143,6 +146,7 @@ class RecordReader:
         document = Document(**fields)
         try:
             shift_documents([document])
+            shifted_kept_tokens([document])
         except DocumentError as error:
             raise FieldError(columns.get(error.field, error.field), error.problem) from None
         return document
@@ -173,6 +177,7 @@ def record_of(number: int, document: Document) -> dict[str, Any]:
     """
     try:
         shift_documents([document])
+        shifted_kept_tokens([document])
     except DocumentError as error:
         raise DocumentError(number, error.field, error.problem) from None
     record: dict[str, Any] = {"tokens": as_array(number, "tokens", document.tokens).tolist()}
@@ -205,6 +210,9 @@ def record_of(number: int, document: Document) -> dict[str, Any]:
         record["alignment"] = document.alignment
     if document.logprobs_temperature is not None:
         record["logprobs_temperature"] = float(document.logprobs_temperature)
+    if document.kept_tokens is not None:
+        lists = [as_array(number, "kept_tokens", values) for values in document.kept_tokens]
+        record["kept_tokens"] = [values.astype(np.int64).tolist() for values in lists]
     return record
 
 
@@ -225,6 +233,8 @@ def _check_kind(name: str, value: Any, kind: str) -> None:
 def _is_of_kind(value: Any, kind: str) -> bool:
     if kind in _LIST_ITEMS:
         return isinstance(value, list) and set(map(type, value)) <= _LIST_ITEMS[kind]
+    if kind == "lists":
+        return isinstance(value, list) and all(_is_of_kind(item, "integers") for item in value)
     if kind == "number":
         return type(value) in (int, float) and is_finite(value)
     if kind == "raw":
@@ -289,6 +299,8 @@ def _document_fields(
     for name in (*_LOGPROBS, "advantage"):
         if isinstance(fields.get(name), list):
             fields[name] = lead + _of_completion(values, columns[name])
+    if "kept_tokens" in fields:
+        fields["kept_tokens"] = [[] for _ in lead] + _of_completion(values, "kept_tokens")
     return fields
 
 

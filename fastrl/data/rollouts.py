@@ -185,6 +185,7 @@ def _schema(pyarrow: Any, group_type: type) -> Any:
             "group_id": pyarrow.int64() if group_type is int else pyarrow.string(),
             "alignment": pyarrow.string(),
             "logprobs_temperature": pyarrow.float64(),
+            "kept_tokens": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
         }
     )
 
