@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import BatchKwargs, LanguageModelHead, TokenBatch
+from fastrl import BatchKwargs, Document, LanguageModelHead, TokenBatch
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.data.slices import shard_slots
 from fastrl.functional.linear_divergence import Teacher
@@ -167,16 +167,70 @@ def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> No
     answers = ranks(run_on_rank, layout.world_size, names, layout)
     for name, results in zip(names, zip(*answers, strict=True), strict=True):
         actual, expected = assemble(layout, list(results)), one_process(BY_NAME[name])
-        assert actual.metrics.keys() == expected.metrics.keys(), name
-        pairs = {
-            field: (getattr(actual, field), getattr(expected, field))
-            for field in ("loss", "grad_hidden", "grad_weight", "grad_bias")
-        } | {key: (value, expected.metrics[key]) for key, value in actual.metrics.items()}
-        for field, (a, b) in pairs.items():
-            torch.testing.assert_close(
-                a.double(),
-                b.double(),
-                rtol=1e-9,
-                atol=1e-9,
-                msg=lambda text, name=name, field=field: f"{name}: {field}: {text}",
-            )
+        assert_equal(name, actual, expected)
+
+
+def assert_equal(name: str, actual: Result, expected: Result) -> None:
+    assert actual.metrics.keys() == expected.metrics.keys(), name
+    pairs = {
+        field: (getattr(actual, field), getattr(expected, field))
+        for field in ("loss", "grad_hidden", "grad_weight", "grad_bias")
+    } | {key: (value, expected.metrics[key]) for key, value in actual.metrics.items()}
+    for field, (a, b) in pairs.items():
+        torch.testing.assert_close(
+            a.double(),
+            b.double(),
+            rtol=1e-9,
+            atol=1e-9,
+            msg=lambda text, field=field: f"{name}: {field}: {text}",
+        )
+
+
+def dealt(case: LossCase, rank: int) -> tuple[list[Document], Tensor]:
+    """The documents of every second group, and their slots in the packed sequence of all."""
+    documents = case.documents()
+    groups = sorted({document.group_id for document in documents}, key=str)
+    mine = set(groups[rank::2])
+    slots, start = [], 0
+    for document in documents:
+        stop = start + len(document.tokens)
+        slots += range(start, stop) if document.group_id in mine else []
+        start = stop
+    return [document for document in documents if document.group_id in mine], torch.tensor(slots)
+
+
+def run_on_data_rank(names: list[str]) -> list[Result]:
+    return [run_data_case(BY_NAME[name]) for name in names]
+
+
+def run_data_case(case: LossCase) -> Result:
+    layout = Ranks(data=2)
+    groups = layout.groups()
+    whole, hidden = whole_batch(case)
+    documents, slots = dealt(case, group_rank(groups.dp))
+    columns = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "model_version")
+    batch = TokenBatch.from_documents(documents, columns=columns)
+    kwargs = widen(batch.to_kwargs(groups)[0])
+    kwargs = kwargs.replace(**{name: getattr(whole, name)[slots] for name in columns})
+    teacher = make_teacher(whole)
+    teacher = replace(teacher, hidden_states=teacher.hidden_states[slots])
+    return run(sharded_head(case, layout, groups), hidden[slots], kwargs, teacher)
+
+
+def test_every_loss_over_data_ranks_with_other_documents(ranks: RankPool) -> None:
+    names = [case.name for case in CASES]
+    answers = ranks(run_on_data_rank, 2, names)
+    for name, results in zip(names, zip(*answers, strict=True), strict=True):
+        expected = one_process(BY_NAME[name])
+        slots = torch.cat([dealt(BY_NAME[name], rank)[1] for rank in range(2)])
+        grad_hidden = torch.zeros_like(expected.grad_hidden)
+        grad_hidden[slots] = torch.cat([result.grad_hidden for result in results])
+        first, second = results
+        actual = Result(
+            first.loss + second.loss,
+            grad_hidden,
+            first.grad_weight + second.grad_weight,
+            first.grad_bias + second.grad_bias,
+            first.metrics,
+        )
+        assert_equal(name, actual, expected)
