@@ -76,7 +76,8 @@ def test_p3_documents_cannot_see_each_other(device: torch.device) -> None:
         llama = Llama(config, device=device)
 
         def run(*documents: Tensor, llama: Llama = llama) -> Tensor:
-            return llama.hidden_states(*(t.to(device) for t in packed(documents)))
+            tokens, positions, index = (tensor.to(device) for tensor in packed(documents))
+            return llama.hidden_states(tokens, positions, index)
 
         after_a, after_other = run(a, b)[3:], run(other_a, b)[3:]
         assert torch.equal(after_a, after_other)
