@@ -270,6 +270,7 @@ def recompute_backward(
                 matmul_rounded(grad_logits.t(), hidden, out=out)
             if grad_bias is not None:
                 slab_bias_grad += ScaledRows(grad_logits, None).column_sums()
+            del grad_logits  # before the next tile is allocated
         if grad_weight is not None and slab_grad is not None:
             grad_weight[first:last] = slab_grad
         if grad_bias is not None:

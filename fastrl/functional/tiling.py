@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Rows and columns of a tile are multiples of this where the bounds allow: a GEMM's tile.
+# Rows and columns of a tile are multiples of this where the bounds allow.
 ALIGNMENT = 256
+# A GEMM's blocks, and how many of them a GPU (Hopper) works on at a time.
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCKS_AT_A_TIME = 128, 256, 132
 # A `recompute` tile needs no more than this to keep the GEMMs at full speed.
-RECOMPUTE_TILE_BYTES = 72 * 2**20
+RECOMPUTE_TILE_BYTES = 88 * 2**20
 RECOMPUTE_TILE_ROWS = 8192
 # Below this many rows a chunk's fp32 update of grad_weight costs more than recomputing logits.
 SINGLE_PASS_MIN_ROWS = 1024
@@ -33,7 +35,22 @@ def recompute_tiling(
     rows = min(num_rows, chunk_size or RECOMPUTE_TILE_ROWS, max(max_logits_bytes // itemsize, 1))
     rows = even_chunk(num_rows, max(rows, 1))
     columns = min(max_logits_bytes, RECOMPUTE_TILE_BYTES) // (itemsize * max(rows, 1))
-    return Tiling(rows, even_chunk(num_columns, max(columns, 1)))
+    return Tiling(rows, _full_columns(rows, num_columns, max(columns, 1)))
+
+
+def _full_columns(num_rows: int, num_columns: int, most: int) -> int:
+    """At most `most` columns, a few less where that leaves fewer blocks over after full rounds."""
+    if num_columns <= most or most < BLOCK_COLUMNS:
+        return even_chunk(num_columns, most)
+    blocks = -(-num_rows // BLOCK_ROWS)
+
+    def share_of_work(width: int) -> float:
+        rounds = -(-blocks * width // BLOCKS_AT_A_TIME)
+        return blocks * width / (rounds * BLOCKS_AT_A_TIME)
+
+    widest = most // BLOCK_COLUMNS
+    widths = range(widest, max(widest * 3 // 4, 1) - 1, -1)
+    return BLOCK_COLUMNS * max(widths, key=share_of_work)
 
 
 def single_pass_rows(

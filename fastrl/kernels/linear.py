@@ -24,17 +24,18 @@ from fastrl.kernels.merge import merge_partial_statistics
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile of the product, depth of a step, and how many row tiles go through the columns."""
+    """Tile of the product and depth of a step."""
 
     rows: int = 128
     columns: int = 256
     depth: int = 64
-    group: int = 16
     num_stages: int = 4
     num_warps: int = 8
 
 
 BLOCKS = Blocks()
+# Row tiles whose hidden states fit this go through the columns together and find them in L2.
+GROUP_BYTES = 40 * 2**20
 # Bounds the partial statistics of one launch, 12 bytes a row and column tile.
 MAX_PARTIAL_BYTES = 48 * 2**20
 
@@ -65,7 +66,7 @@ def linear_statistics(
         bias: of the slab.
         temperature: positive.
         softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b, not 0.
+        logit_scale: factor on h W^T + b.
         entropy: whether u is kept.
     """
     num_rows = hidden_states.shape[0]
@@ -131,7 +132,7 @@ def linear_exponentials(
         bias: of the slab.
         temperature: positive.
         softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b, not 0.
+        logit_scale: factor on h W^T + b.
         entropy: whether u is kept.
 
     Returns:
@@ -196,7 +197,7 @@ def linear_gradient(
         bias: of the slab.
         temperature: positive.
         softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b, not 0.
+        logit_scale: factor on h W^T + b.
     """
     if hidden_states.shape[0] == 0:
         return
@@ -240,10 +241,11 @@ def _launch(
     **others: Any,
 ) -> None:
     """One launch; what an epilogue does not use is None."""
-    assert logit_scale != 0.0, "logits of a zero scale have no order"
     blocks = BLOCKS
     num_rows, depth = hidden_states.shape
-    tiles = triton.cdiv(num_rows, blocks.rows) * triton.cdiv(weight.shape[0], blocks.columns)
+    row_tiles = triton.cdiv(num_rows, blocks.rows)
+    tiles = row_tiles * triton.cdiv(weight.shape[0], blocks.columns)
+    most = max(GROUP_BYTES // (blocks.rows * depth * hidden_states.element_size()), 1)
     unused = dict.fromkeys(
         (
             "label_logits",
@@ -269,19 +271,17 @@ def _launch(
         num_rows=num_rows,
         total_columns=weight.shape[0],
         depth=depth,
+        group=triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)),
         softcap=0.0 if softcap is None else float(softcap),
         logit_scale=float(logit_scale),
         EPILOGUE=epilogue,
         HAS_BIAS=bias is not None,
         ROW_TEMPERATURE=isinstance(temperature, Tensor),
         HAS_SOFTCAP=softcap is not None,
-        # tanh is odd: with a cap the sign is inside of it.
-        NEGATIVE_SCALE=logit_scale < 0 and softcap is None,
         HAS_GRAD_LOGSUMEXP=others.get("grad_logsumexp") is not None,
         BLOCK_R=blocks.rows,
         BLOCK_V=blocks.columns,
         BLOCK_D=blocks.depth,
-        GROUP=blocks.group,
         num_stages=blocks.num_stages,
         num_warps=blocks.num_warps,
         **(unused | others),

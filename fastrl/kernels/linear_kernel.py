@@ -15,7 +15,7 @@ Inside, logits are in units of log 2, so that an exponential is one instruction.
 import triton
 import triton.language as tl
 
-from fastrl.kernels.transform import LN_2, LOG2_E, LOWEST, as_fp32, tanh_and_slope
+from fastrl.kernels.transform import LN_2, LOG2_E, LOWEST, as_fp32, fast_tanh_and_slope
 
 STATISTICS = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
@@ -46,29 +46,28 @@ def linear_kernel(
     num_columns,
     depth,
     first_column,
+    group,
     softcap,
     logit_scale,
     EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_GRAD_LOGSUMEXP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """One loop over the depth steps of all tiles of this program, an epilogue after a tile's last.
 
     A single loop lets the loads of the next tile run while an epilogue works on the last one.
-    GROUP row tiles together go through the columns.
+    `group` row tiles together go through the columns: their hidden states stay in the L2 cache.
     """
     tiles_r = tl.cdiv(num_rows, BLOCK_R)
     tiles_v = tl.cdiv(total_columns, BLOCK_V)
     tiles_d = tl.cdiv(depth, BLOCK_D)
-    group_tiles = GROUP * tiles_v
+    group_tiles = group * tiles_v
     softcap = as_fp32(softcap)
     logit_scale = as_fp32(logit_scale)
     num_programs = tl.num_programs(0)
@@ -82,8 +81,8 @@ def linear_kernel(
         tile_d = tl.where(tile_d == tiles_d - 1, 0, tile_d + 1)
         if tile_d == 0:
             tile += num_programs
-            first_r = (tile // group_tiles) * GROUP
-            group_size = tl.minimum(tiles_r - first_r, GROUP)
+            first_r = (tile // group_tiles) * group
+            group_size = tl.minimum(tiles_r - first_r, group)
             tile_r = first_r + (tile % group_tiles) % group_size
             tile_v = (tile % group_tiles) // group_size
         h = hidden.load([tile_r * BLOCK_R, tile_d * BLOCK_D])
@@ -105,19 +104,19 @@ def linear_kernel(
             slope = logit_scale * inverse_temperature
             scale = slope
             if HAS_SOFTCAP:
-                product, cap_slope = tanh_and_slope(product * (logit_scale / softcap))
+                product, cap_slope = fast_tanh_and_slope(product * (logit_scale / softcap))
                 scale = inverse_temperature * softcap
-            # From here on product * scale is the logit, product * factor that in units of log 2.
+            # product * scale is the logit, product * factor that in units of log 2. A branch must
+            # not use the product itself: ptxas would serialise the matrix instructions of the loop
+            # (C7515), since the wait for the last of them would stand in the branch.
             factor = scale * LOG2_E
-            if first + BLOCK_V > num_columns:
-                lowest = float("inf") if NEGATIVE_SCALE else float("-inf")
-                product = tl.where((columns < num_columns)[None, :], product, lowest)
             label = tl.load(labels + rows, mask=row_mask, other=-1) - first_column
             label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
             label -= first
             has_label = (label >= 0) & (label < BLOCK_V)
             any_label = tl.max(has_label.to(tl.int32), 0) > 0
             is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+            is_valid = (columns < num_columns)[None, :]
             if EPILOGUE == GRADIENT:
                 lse = tl.load(logsumexp + rows, mask=row_mask, other=0.0)
                 lse = tl.where(lse == float("-inf"), 0.0, lse)
@@ -139,22 +138,25 @@ def linear_kernel(
                     gradient += tl.where(is_label, g_logprob[:, None] * slope, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= cap_slope
+                if first + BLOCK_V > num_columns:
+                    gradient = tl.where(is_valid, gradient, 0.0)
                 _store_halves(output, gradient, tile_r * BLOCK_R, first)
             else:
-                row_factor = tl.reshape(tl.full((BLOCK_R, 1), 1.0, tl.float32) * factor, (BLOCK_R,))
+                x = product * factor
+                top = tl.max(x, 1)
+                if first + BLOCK_V > num_columns:
+                    top = tl.max(tl.where(is_valid, x, float("-inf")), 1)
                 if any_label:
-                    picked = tl.sum(tl.where(is_label, product * scale, 0.0), 1)
+                    picked = tl.sum(tl.where(is_label, x, 0.0), 1) * LN_2
                     tl.store(label_logits + rows, picked, mask=row_mask & has_label)
-                if NEGATIVE_SCALE:
-                    top = tl.min(product, 1) * row_factor
-                else:
-                    top = tl.max(product, 1) * row_factor
                 is_empty = top == float("-inf")
                 reference = top
                 if EPILOGUE == EXPONENTIALS:
                     reference = tl.floor(top * (1.0 / REFERENCE_STEP) + 0.5) * REFERENCE_STEP
                 reference = tl.where(is_empty, 0.0, reference)
-                shifted = product * factor - reference[:, None]
+                shifted = x - reference[:, None]
+                if first + BLOCK_V > num_columns:
+                    shifted = tl.where(is_valid, shifted, float("-inf"))
                 exponential = tl.exp2(shifted)
                 stride = tl.cast(num_rows, tl.int64)
                 target = partials + tile_v * 3 * stride + rows

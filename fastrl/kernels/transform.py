@@ -33,6 +33,13 @@ def tanh_and_slope(x):
 
 
 @triton.jit
+def fast_tanh_and_slope(x):
+    """tanh x to 1e-7 absolute and its derivative, in few instructions and registers."""
+    bounded = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+    return bounded, 1.0 - bounded * bounded
+
+
+@triton.jit
 def logit_and_slope(product, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP: tl.constexpr):
     """z = cap(logit_scale product) / temperature, and its slope dz / d product."""
     scaled = product * logit_scale

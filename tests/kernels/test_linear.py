@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 DEPTH = 40  # 8 n, off the block
-SMALL = linear.Blocks(rows=16, columns=64, depth=32, group=2)
+SMALL = linear.Blocks(rows=16, columns=64, depth=32)
 CASES = [replace(case, num_rows=19) for case in TILE_CASES]
 IDS = [case.name for case in CASES]
 
@@ -35,6 +35,7 @@ IDS = [case.name for case in CASES]
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "BLOCKS", SMALL)
+    monkeypatch.setattr(linear, "GROUP_BYTES", 2 * 16 * DEPTH)  # one row tile a group
 
 
 def operands(case: TileCase) -> tuple[Tensor, Tensor]:
