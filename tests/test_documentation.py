@@ -1,5 +1,6 @@
 """What the documents promise: two set-up commands, links that lead somewhere, code that runs."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,11 +36,30 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_examples_run(page: Path) -> None:
+def test_the_index_of_the_docs_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
+    assert pages - {"README.md"} == set(re.findall(r"\]\(([^).]+\.md)\)", index))
+
+
+# Their examples are whole programs; those of other pages go on from what the text says.
+PROGRAMS = ["README.md", "docs/config.md", "docs/data.md"]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_python_examples_run(page: str) -> None:
     scope: dict[str, object] = {}
+    for block in _blocks(ROOT / page, "python"):
+        exec(compile(block, page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_examples_import_what_there_is(page: Path) -> None:
     for block in _blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), scope)
+        imports = [
+            node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        exec(compile(ast.Module(imports, type_ignores=[]), str(page), "exec"))
 
 
 def test_the_config_of_the_readme_is_valid() -> None:
