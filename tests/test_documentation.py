@@ -56,7 +56,7 @@ def test_python_examples_run(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_examples_import_what_there_is(page: Path) -> None:
     for block in _blocks(page, "python"):
-        imports = [
+        imports: list[ast.stmt] = [
             node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         exec(compile(ast.Module(imports, type_ignores=[]), str(page), "exec"))
