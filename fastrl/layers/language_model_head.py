@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
-from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.linear_divergence import Teacher, linear_divergence
 from fastrl.functional.linear_kept import KeepSet, linear_kept_logprobs
 from fastrl.functional.linear_logprobs import streaming_logprobs
@@ -22,11 +22,18 @@ from fastrl.functional.problem import HeadProblem, check_inputs
 from fastrl.functional.products import chunk_itemsize
 from fastrl.functional.row_ops import LogitTransform
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.functional.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
 from fastrl.layers.losses import (
     LanguageModelLoss,
     LanguageModelPolicyGradientLoss,
     build_loss,
+)
+from fastrl.layers.row_planning import (
+    gradient_rows,
+    labelled_rows,
+    sequence_slice,
+    single_pass_chunks,
+    splits_tokens,
+    weight_rows,
 )
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
@@ -126,12 +133,12 @@ class LanguageModelHead(nn.Module):
     @property
     def weight_rows(self) -> int:
         """Rows of the whole weight, padding included."""
-        return self.config.padded_vocab_size or self.config.vocab_size
+        return weight_rows(self.config)
 
     @property
     def splits_tokens(self) -> bool:
         """Whether the ranks of `sp` hold different tokens, also in the head."""
-        return self.groups.sp is not None and self.groups.tp is None
+        return splits_tokens(self.groups)
 
     @property
     def loss_groups(self) -> tuple[ProcessGroup | None, ...]:
@@ -195,7 +202,7 @@ class LanguageModelHead(nn.Module):
                 `single_pass` is not possible for the batch, or a teacher is missing or not used.
         """
         if self.splits_tokens:
-            batch = self._sequence_slice(batch)
+            batch = sequence_slice(batch, self.groups)
         self._check_teacher(teacher)
         named = self._named_statistics(hidden_states, batch, statistics)
         if not self.training or not self.losses:
@@ -240,14 +247,15 @@ class LanguageModelHead(nn.Module):
         """Losses that see the same logits, from one pass over them."""
         return_logprobs = return_logprobs and scale == 1
         batch = _at_scale(batch, scale)
-        gradient_rows = self._gradient_rows(batch, losses)
+        active = gradient_rows(batch, losses)
         wants_all = self.config.metrics or return_logprobs
-        rows = (self._labelled_rows(batch) if wants_all else gradient_rows).index
+        rows = (labelled_rows(batch) if wants_all else active).index
         needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
         problem = self._problem(hidden_states, batch, wants_all or "entropy" in needs, rows)
-        chunk_ends = self._single_pass_chunks(hidden_states, batch, gradient_rows, losses)
+        itemsize = chunk_itemsize(hidden_states, self.local_weight)
+        chunk_ends = single_pass_chunks(self.config, self.groups, batch, active, losses, itemsize)
         if chunk_ends is not None and self._needs_gradient(hidden_states):
-            compact = batch.select(gradient_rows.index)
+            compact = batch.select(active.index)
             loss, statistics = linear_loss(
                 hidden_states,
                 self.local_weight,
@@ -256,18 +264,18 @@ class LanguageModelHead(nn.Module):
                 lambda statistics, start, stop: _weighted_sum(
                     losses, statistics, compact.select(slice(start, stop))
                 ),
-                gradient_rows=gradient_rows.index,
+                gradient_rows=active.index,
                 chunk_ends=chunk_ends,
             )
         else:
-            statistics = self._statistics(hidden_states, batch, problem, gradient_rows.index)
+            statistics = self._statistics(hidden_states, batch, problem, active.index)
             more = linear_statistics(
                 hidden_states,
                 self.local_weight,
                 self.local_bias,
                 problem,
                 needs & frozenset(STATISTIC_NAMES),
-                gradient_rows=gradient_rows.index,
+                gradient_rows=active.index,
             )
             statistics = replace(statistics, **more)
             loss = _weighted_sum(losses, statistics, batch)
@@ -286,12 +294,12 @@ class LanguageModelHead(nn.Module):
         """The losses that compare with a teacher: a pass over both heads' logits for each."""
         if self.config.strategy == "single_pass":
             raise ValueError(
-                "`strategy: single_pass` must not be given with a loss of type `distillation`, which"
-                " takes a pass over both heads' logits of its own; use `auto` or `recompute`."
+                "`strategy: single_pass` must not be given with a loss of type `distillation`,"
+                " which takes a pass over both heads' logits of its own; use `auto` or `recompute`."
             )
         total: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
-        rows = self._labelled_rows(batch).index
+        rows = labelled_rows(batch).index
         for name, loss in self.losses.items():
             config = loss.config
             if not isinstance(config, DistillationLossConfig):
@@ -325,7 +333,7 @@ class LanguageModelHead(nn.Module):
 
     def _evaluate(self, hidden_states: Tensor, batch: BatchKwargs) -> TokenStatistics:
         """Log-probabilities and entropies of all labels, detached."""
-        rows = self._labelled_rows(batch).index
+        rows = labelled_rows(batch).index
         problem = self._problem(hidden_states, batch, True, rows)
         return self._statistics(hidden_states, batch, problem, None).map(Tensor.detach)
 
@@ -334,7 +342,7 @@ class LanguageModelHead(nn.Module):
     ) -> dict[str, Tensor]:
         if not names:
             return {}
-        problem = self._problem(hidden_states, batch, False, self._labelled_rows(batch).index)
+        problem = self._problem(hidden_states, batch, False, labelled_rows(batch).index)
         with torch.no_grad():
             return linear_statistics(
                 hidden_states, self.local_weight, self.local_bias, problem, names
@@ -345,77 +353,6 @@ class LanguageModelHead(nn.Module):
         return torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors
         )
-
-    def _sequence_slice(self, batch: BatchKwargs) -> BatchKwargs:
-        """This rank's tokens under sequence parallelism with a replicated weight."""
-        size, rank = group_size(self.groups.sp), group_rank(self.groups.sp)
-        step, remainder = divmod(batch.num_tokens, size)
-        if remainder:
-            raise ValueError(
-                f"`batch` must have a multiple of {size} tokens under sequence parallelism, got"
-                f" {batch.num_tokens}; pack with `pad_to_multiple`."
-            )
-        start, stop = rank * step, (rank + 1) * step
-        sets = {
-            name: rows.within(start, stop)
-            for name in ("labelled_rows", "active_rows", "active_document_rows")
-            if isinstance(rows := getattr(batch, name), RowSet)
-        }
-        return batch.select(slice(start, stop)).replace(**sets)
-
-    def _labelled_rows(self, batch: BatchKwargs) -> RowSet:
-        """Rows with a label; found on the device, which waits for it, in hand-made batches."""
-        if batch.labelled_rows is not None:
-            return batch.labelled_rows
-        rows = RowSet.from_mask((batch.labels != -100).cpu(), batch.document_index.cpu())
-        return rows.to(batch.labels.device)
-
-    def _gradient_rows(self, batch: BatchKwargs, losses: Losses) -> RowSet:
-        """Rows that some loss has a value or gradient at: the largest of nested sets."""
-        sets = [loss.gradient_rows(batch) for loss in losses.values()]
-        known = [rows for rows in sets if rows is not None]
-        if len(known) < len(sets):
-            return self._labelled_rows(batch)
-        return max(known, key=len)
-
-    def _single_pass_chunks(
-        self, hidden_states: Tensor, batch: BatchKwargs, rows: RowSet, losses: Losses
-    ) -> list[int] | None:
-        """Ends of the chunks of `single_pass`, or None for `recompute`.
-
-        Decided by facts that all ranks share which take part in the head's collectives.
-        """
-        config = self.config
-        if config.strategy == "recompute":
-            return None
-        columns = vocab_shard(self.weight_rows, 0, group_size(self.groups.tp))[1]
-        itemsize = chunk_itemsize(hidden_states, self.weight)
-        bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
-        levels = {loss.level for loss in losses.values()}
-        needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
-        chunk_ends: list[int] | None = None
-        reason = None
-        if config.keep is not None or needs & frozenset(STATISTIC_NAMES):
-            reason = "`keep` and label smoothing take a pass over the logits of their own"
-        elif levels & {"group", "batch"}:
-            reason = "pairs and entropy quantiles need tokens outside of a chunk"
-        elif "document" not in levels:
-            chunk_ends = chunk_rows(len(rows), *bounds)
-        elif self.groups.sdp is not None or self.splits_tokens or not batch.whole_documents:
-            reason = "documents are split over ranks or micro-sequences"
-        else:
-            chunk_ends = chunk_rows(len(rows), *bounds, rows.document_ends)
-            reason = "a document has more rows than `chunk_size` or `max_logits_bytes` admit"
-        if chunk_ends is None and config.strategy == "single_pass":
-            raise ValueError(
-                f"`strategy: single_pass` must have all that a loss needs in a chunk for the losses"
-                f" {list(losses)}, but {reason}; use `strategy: auto` or `recompute`."
-            )
-        if config.strategy == "auto" and single_pass_rows(*bounds) < min(
-            batch.num_tokens, SINGLE_PASS_MIN_ROWS
-        ):
-            return None
-        return chunk_ends
 
     def _problem(
         self, hidden_states: Tensor, batch: BatchKwargs, entropy: bool, rows: Tensor
