@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
     for shape in options.shape.split(","):
-        rows += run_shape(shape, options, device)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        for part in run_shape(shape, options, device):
+            rows += part
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if not options.json:
         print(json.dumps(rows, indent=1))
 
 
-def run_shape(name: str, options: argparse.Namespace, device: str) -> list[dict[str, Any]]:
-    """All rows of a shape."""
+def run_shape(
+    name: str, options: argparse.Namespace, device: str
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a shape, one kind of pass after the other."""
     problem = make_problem(SHAPES[name], device)
     truth = make_truth(problem)
     chosen = [
@@ -80,11 +84,9 @@ def run_shape(name: str, options: argparse.Namespace, device: str) -> list[dict[
         if options.impl == "all"
         or any(implementation.name.startswith(name) for name in options.impl.split(","))
     ]
-    rows: list[dict[str, Any]] = []
     for passes in options.passes.split(","):
-        rows += run_passes(problem, truth, chosen, passes, options)
+        yield run_passes(problem, truth, chosen, passes, options)
         gc.collect()
-    return rows
 
 
 def run_passes(
@@ -98,6 +100,8 @@ def run_passes(
     rows: list[dict[str, Any]] = []
     entries: dict[str, Entry] = {}
     for implementation in implementations:
+        if (implementation.logprobs if passes == "fwd" else implementation.loss) is None:
+            continue
         row = new_row(problem, implementation, passes)
         rows.append(row)
         try:
@@ -111,8 +115,7 @@ def run_passes(
             row["reason"] = f"{type(error).__name__}: {str(error)[:300]}"
             gc.collect()
             continue
-        if step is not None:
-            entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
+        entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
     steps = {name: entry.step for name, entry in entries.items()} | floors(problem, truth, passes)
     times = time_interleaved(steps, options.repeats, options.warmup)
     for name, entry in entries.items():
@@ -152,12 +155,10 @@ def gated_step(
     implementation: Implementation,
     passes: str,
     row: dict[str, Any],
-) -> Step | None:
-    """The step to time, after its errors were found small enough; None if there is no such pass."""
+) -> Step:
+    """The step to time, after its errors were found small enough."""
     if passes == "fwd":
-        if implementation.logprobs is None:
-            row["reason"] = "has no forward of its own"
-            return None
+        assert implementation.logprobs is not None
         forward = implementation.logprobs(problem)
         check_logprobs(problem, forward(), row)
         row["peak_bytes_over_inputs"] = peak_bytes(forward)

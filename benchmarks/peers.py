@@ -80,6 +80,21 @@ def torch_eager(problem: Problem) -> Logprobs:
     return logprobs
 
 
+def torch_fp32_logits(problem: Problem) -> Logprobs:
+    """fp32 logits straight from the product: what the accuracy of log-probabilities is held to."""
+    if not torch.cuda.is_available():
+        raise NotRun("needs a GPU")
+    labels, softcap = problem.labels.clamp(min=0), problem.shape.softcap
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return torch.log_softmax(logits, 1).gather(1, labels[:, None])[:, 0]
+
+    return logprobs
+
+
 def torch_compiled(problem: Problem) -> Logprobs:
     """The same, compiled."""
     if not torch.cuda.is_available():
@@ -236,6 +251,7 @@ PEERS = (
     Implementation(
         "torch eager", "logits", from_logprobs(torch_eager), without_gradient(torch_eager)
     ),
+    Implementation("torch fp32 logits", "logits", None, without_gradient(torch_fp32_logits)),
     Implementation(
         "torch.compile", "logits", from_logprobs(torch_compiled), without_gradient(torch_compiled)
     ),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fastrl import BatchKwargs
 from tests.gpu.test_head import BF16, grpo_batch, make_head
 
-pytestmark = pytest.mark.gpu
+# torch warns of itself when it compiles.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 class Model(nn.Module):

@@ -72,7 +72,7 @@ def test_equals_the_reference(case: HeadCase, hidden_size: int, dtype: torch.dty
         **tensors.options,  # type: ignore[arg-type]
     )
     expected = wide.reference()
-    size = 1e-12 if dtype == torch.float64 else 4e-6 * case.spread * hidden_size**0.5
+    size = (1e-12 if dtype == torch.float64 else 4e-6 * hidden_size**0.5) * case.spread
     for result, true in zip(statistics.vectors(), expected.vectors(), strict=True):
         torch.testing.assert_close(result.double(), true, rtol=1e-5, atol=10 * size)
     upstream = tensors.upstream()
