@@ -222,9 +222,7 @@ class Phase:
         # All numbers in one transfer: the one time in an update that the host waits.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         result = dict(zip(values, numbers, strict=True))
-        for name, policy_loss in self._policy_losses().items():
-            if policy_loss.entropy_bonus.adaptive is not None:
-                policy_loss.entropy_bonus.end_step(result[f"{name}/entropy"])
+        self._parts.llama.lm_head.end_step(result)
         return result | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
