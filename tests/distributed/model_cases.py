@@ -22,7 +22,7 @@ from tests.distributed.ranks import rank_mesh
 
 CONFIGS = Path(__file__).parent / "configs"
 NUM_STEPS = 3
-LEARNING_RATE = 0.3
+LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True)

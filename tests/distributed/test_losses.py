@@ -177,13 +177,8 @@ def assert_equal(name: str, actual: Result, expected: Result) -> None:
         for field in ("loss", "grad_hidden", "grad_weight", "grad_bias")
     } | {key: (value, expected.metrics[key]) for key, value in actual.metrics.items()}
     for field, (a, b) in pairs.items():
-        torch.testing.assert_close(
-            a.double(),
-            b.double(),
-            rtol=1e-9,
-            atol=1e-9,
-            msg=lambda text, field=field: f"{name}: {field}: {text}",
-        )
+        where = f"{name}: {field}: {{}}"
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-9, atol=1e-9, msg=where.format)
 
 
 def dealt(case: LossCase, rank: int) -> tuple[list[Document], Tensor]:
@@ -191,7 +186,8 @@ def dealt(case: LossCase, rank: int) -> tuple[list[Document], Tensor]:
     documents = case.documents()
     groups = sorted({document.group_id for document in documents}, key=str)
     mine = set(groups[rank::2])
-    slots, start = [], 0
+    slots: list[int] = []
+    start = 0
     for document in documents:
         stop = start + len(document.tokens)
         slots += range(start, stop) if document.group_id in mine else []
