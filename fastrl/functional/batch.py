@@ -27,7 +27,9 @@ _FLOAT_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not to be changed, but not frozen: torch.compile of torch 2.11 guards on all that is in a frozen
+# dataclass, and the number of documents would cost a recompile for every batch.
+@dataclass(eq=False, kw_only=True)
 class RowSet:
     """A subset of a shard's rows, known on the host: using it needs no device synchronisation.
 
@@ -46,7 +48,7 @@ class RowSet:
     def __post_init__(self) -> None:
         """Keeps the rows on the host as well."""
         if self.host_index is None:
-            object.__setattr__(self, "host_index", self.index.cpu())
+            self.host_index = self.index.cpu()
 
     def __len__(self) -> int:
         return self.index.shape[0]

@@ -111,7 +111,7 @@ def test_products_with_epilogues(case: TileCase, dtype: torch.dtype) -> None:
     check(running, truth, case)
     statistics = finished(truth)
     columns = products.shape[1]
-    memory = torch.empty(case.num_rows, -(-columns // 8) * 8, dtype=dtype)
+    memory = torch.zeros(case.num_rows, -(-columns // 8) * 8, dtype=dtype)
     for entropy in (False, True):
         gradients = case.gradients(entropy=entropy)
         output = memory.fill_(torch.nan)[:, :columns]
