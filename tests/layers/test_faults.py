@@ -15,6 +15,7 @@ from fastrl import (
     LanguageModelHead,
     LanguageModelHeadConfig,
     TokenBatch,
+    linear_logprobs,
 )
 from fastrl.config import GRPOLossConfig
 from fastrl.functional.statistics import TokenStatistics
@@ -235,3 +236,28 @@ def test_w3_frozen_parts_of_a_head(strategy: str, frozen: str) -> None:
             assert part.grad is None
         else:
             torch.testing.assert_close(part.grad, everything[name])
+
+
+@pytest.mark.parametrize("entry_point", ["functional", "head", "loss"])
+def test_m3_labels_are_shifted_once_and_never_over_a_boundary(entry_point: str) -> None:
+    # The second document begins with what follows the first one's last label.
+    documents = [
+        Document(tokens=[3, 1, 4, 2, 5], prompt_length=3),
+        Document(tokens=[0, 2, 1], prompt_length=1),
+    ]
+    (batch,) = TokenBatch.from_documents(documents).to_kwargs()
+    assert batch.labels.tolist() == [-100, -100, 2, 5, -100, 2, 1, -100]
+    hidden = torch.zeros(8, 6)
+    hidden[torch.arange(7), batch.tokens[1:]] = 10.0
+    config = {"hidden_size": 6, "vocab_size": 6, "losses": {"nll": {"type": "cross_entropy"}}}
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config))
+    torch.nn.init.eye_(head.weight)
+    if entry_point == "functional":
+        logprobs = linear_logprobs(hidden, head.weight, batch.labels).logprobs
+    elif entry_point == "head":
+        logprobs = head.eval()(hidden, batch).logprobs
+    else:
+        assert head(hidden, batch).loss.item() == pytest.approx(0.000227, abs=1e-6)
+        return
+    expected = torch.where(batch.labels != -100, -0.000227, 0.0)
+    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
