@@ -1,0 +1,49 @@
+"""The examples: what they claim, and that a shortened one runs."""
+
+from pathlib import Path
+
+import pytest
+
+from fastrl.cli import main
+from fastrl.config import RunConfig, load_config
+from fastrl.training.environment import ReasoningGymEnvironment
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_a_shortened_example_runs(
+    tmp_path: Path, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = str(EXAMPLES / f"llama_{loss}.yaml"), tmp_path / "run"
+    shorter = ["phases.0.steps=2", "phases.1.steps=1", "environment.heldout_prompts=8"]
+    smaller = ["environment.train_prompts=64", "phases.1.rollouts.prompts_per_step=4"]
+    assert main(["train", config, "--run-dir", str(run), *shorter, *smaller]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("held-out reward: ")
+    assert f"({loss}, " in last
+    assert (run / "report.png").exists()
+
+
+def test_the_two_examples_differ_in_the_loss_alone() -> None:
+    grpo, gspo = (load_config(RunConfig, EXAMPLES / f"llama_{n}.yaml") for n in ("grpo", "gspo"))
+    for config, loss in ((grpo, "grpo"), (gspo, "gspo")):
+        assert [entry.type for entry in config.losses_of(config.phases[1]).values()] == [loss]
+        assert config.phase_name(1) == loss
+    head = grpo.model.head
+    phases = (gspo.phases[0], gspo.phases[1].model_copy(update={"name": "grpo"}))
+    model = gspo.model.model_copy(update={"head": head})
+    assert gspo.model_copy(update={"phases": phases, "model": model}) == grpo
+
+
+def test_heldout_prompts_of_the_examples_are_not_trained_on() -> None:
+    config = load_config(RunConfig, EXAMPLES / "llama_grpo.yaml")
+    assert config.environment is not None
+    environment = ReasoningGymEnvironment(config.environment, config.seed)
+    heldout = {problem.prompt for problem in environment.heldout}
+    assert len(heldout) == 512
+    assert heldout.isdisjoint(problem.prompt for problem in environment.train)
+    for problem in environment.heldout[:20]:
+        assert environment.score(problem, problem.answer) == 1
+        assert problem.answer is not None
+        assert problem.answer not in problem.prompt
