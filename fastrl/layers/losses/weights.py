@@ -21,7 +21,7 @@ def rollout_weights(
         truncate: min(max(w, low), high)      mask: w if low <= w <= high else 0
 
     Args:
-        log_weights: log w of each token, or of its document (the sum of its tokens' for
+        log_weights: log w, without gradient, of each token, or of its document (the sum of its tokens' for
             `mean: product`, their mean for `mean: geometric`).
         config: bounds and mode.
 
@@ -30,7 +30,7 @@ def rollout_weights(
         Training, 2025. Masked: Liu et al., When Speed Kills Stability, 2025; IcePop in Ling,
         arXiv:2510.18855.
     """
-    weights = bounded_exp(log_weights.detach())
+    weights = bounded_exp(log_weights)
     low = 0.0 if config.low is None else config.low
     high = math.inf if config.high is None else config.high
     if config.mode == "truncate":

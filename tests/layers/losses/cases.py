@@ -82,6 +82,7 @@ CASES = [
         ("documents", CLIP | {"normalisation": "documents"}),
         ("groups", CLIP | {"normalisation": "groups"}),
         ("delta", CLIP | {"delta": 1.3}),
+        ("delta_inside", CLIP | {"delta": 1.1}),
         ("dapo", {"preset": "dapo"}),
     ),
     *_cases("gspo", ("", NARROW), ("tokens", NARROW | {"normalisation": "tokens"})),

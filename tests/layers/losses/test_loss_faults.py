@@ -237,10 +237,12 @@ def test_e1_slots_without_label_may_hold_anything(case: LossCase, value: float) 
             assert grad[unlabelled].count_nonzero() == 0
 
 
-def test_e1_a_token_that_a_mask_drops_may_be_out_of_range() -> None:
-    documents = [document_of([0.0, 0.0]), document_of([-99.0], -1.0)]
-    batch = batch_of(*documents)
+@pytest.mark.parametrize("logprob", [-100.0, -math.inf])
+def test_e1_a_token_that_a_mask_drops_may_be_out_of_range(logprob: float) -> None:
+    batch = batch_of(document_of([0.0, 0.0]), document_of([0.0], -1.0))
     statistics = at_zero(batch, torch.float32)
+    with torch.no_grad():
+        statistics.logprobs[batch.document_index == 1] = logprob
     loss = loss_of(type="cispo", off_policy_mask={"threshold": 1.0})(statistics, batch)
     (grad,) = torch.autograd.grad(loss, statistics.logprobs)
     assert loss.item() == pytest.approx(2 / 3)
