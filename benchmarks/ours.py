@@ -27,13 +27,15 @@ def make_head(
 ) -> LanguageModelHead:
     """A head over the problem's weight, without a copy."""
     shape = problem.shape
-    config = LanguageModelHeadConfig(
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        softcap=shape.softcap,
-        losses={"policy": loss},
-        strategy=strategy,
-        metrics=metrics,
+    config = LanguageModelHeadConfig.model_validate(
+        {
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+            "softcap": shape.softcap,
+            "losses": {"policy": loss},
+            "strategy": strategy,
+            "metrics": metrics,
+        }
     )
     head = LanguageModelHead(config, device="meta", dtype=shape.dtype)
     head.weight = nn.Parameter(problem.weight.detach())
@@ -41,17 +43,18 @@ def make_head(
 
 
 def training(
-    strategy: str, loss: dict[str, Any], metrics: bool = False
+    strategy: str, config: dict[str, Any], metrics: bool = False
 ) -> Callable[[Problem], Loss]:
     """Loss and gradients."""
 
     def build(problem: Problem) -> Loss:
-        head = make_head(problem, strategy, loss, metrics)
+        head = make_head(problem, strategy, config, metrics)
 
         def run(hidden: Tensor, weight: Tensor) -> Tensor:
             # The weight is handed in like a peer's: as it is in autograd's graph.
-            head._parameters["weight"] = weight
-            return head(hidden, problem.batch).loss
+            head._parameters["weight"] = weight  # type: ignore[assignment]
+            loss: Tensor = head(hidden, problem.batch).loss
+            return loss
 
         return run
 
@@ -65,7 +68,8 @@ def evaluation(problem: Problem) -> Callable[[], Tensor]:
 
     @torch.no_grad()
     def run() -> Tensor:
-        return head(hidden, problem.batch).logprobs
+        logprobs: Tensor = head(hidden, problem.batch).logprobs
+        return logprobs
 
     return run
 

@@ -56,7 +56,9 @@ def from_logprobs(build: Callable[[Problem], Logprobs]) -> Callable[[Problem], L
     return build_loss
 
 
-def without_gradient(build: Callable[[Problem], Logprobs]) -> Callable[[Problem], Callable]:
+def without_gradient(
+    build: Callable[[Problem], Logprobs],
+) -> Callable[[Problem], Callable[[], Tensor]]:
     """The forward of a peer that gives log-probabilities."""
 
     def build_forward(problem: Problem) -> Callable[[], Tensor]:
@@ -126,6 +128,7 @@ def trl_chunked(problem: Problem) -> Logprobs:
     outputs = ("entropy",)
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        picked: Tensor
         picked, *_ = function.apply(
             hidden[mask],
             weight,
@@ -160,8 +163,9 @@ def liger_grpo(problem: Problem) -> Loss:
 
     def run(hidden: Tensor, weight: Tensor) -> Tensor:
         hidden = hidden.view(*grid, -1)
-        result = loss(hidden, weight, labels, mask, advantages, old_per_token_logps=old)
-        return result[0] if isinstance(result, tuple) else result
+        value: Tensor
+        value, *_ = loss(hidden, weight, labels, mask, advantages, old_per_token_logps=old)
+        return value
 
     return run
 
@@ -177,7 +181,9 @@ def liger_scaled_cross_entropy(problem: Problem) -> Logprobs:
     labels = problem.labels
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
-        nll = module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, labels)
+        nll: Tensor = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
+            hidden, weight, labels
+        )
         return -nll
 
     return logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +36,11 @@ class Shape:
         return self.num_tokens // self.num_documents
 
 
-LLAMA = {"hidden_size": 4096, "vocab_size": 128256}
-QWEN = {"hidden_size": 2048, "vocab_size": 151936}
-GEMMA = {"hidden_size": 2304, "vocab_size": 256000, "softcap": 30.0}
-SHARD = {"hidden_size": 4096, "vocab_size": 32064}
-ALL = {"rows_labelled": None, "rows_active": None}
+LLAMA: dict[str, Any] = {"hidden_size": 4096, "vocab_size": 128256}
+QWEN: dict[str, Any] = {"hidden_size": 2048, "vocab_size": 151936}
+GEMMA: dict[str, Any] = {"hidden_size": 2304, "vocab_size": 256000, "softcap": 30.0}
+SHARD: dict[str, Any] = {"hidden_size": 4096, "vocab_size": 32064}
+ALL: dict[str, Any] = {"rows_labelled": None, "rows_active": None}
 
 SHAPES = {
     shape.name: shape
