@@ -207,7 +207,8 @@ class LanguageModelHead(nn.Module):
         named = self._named_statistics(hidden_states, batch, statistics)
         if not self.training or not self.losses:
             result = self._evaluate(hidden_states, batch)
-            return HeadOutput(None, {}, result.logprobs, result.entropy, None, named)
+            vectors = (self._of_all_tokens(v) for v in (result.logprobs, result.entropy))
+            return HeadOutput(None, {}, *vectors, None, named)
         passes = [
             self._pass(hidden_states, batch, scale, losses, return_logprobs)
             for scale, losses in self._passes().items()
@@ -222,11 +223,18 @@ class LanguageModelHead(nn.Module):
         return HeadOutput(
             torch.stack([part.loss for part in passes if part.loss is not None]).sum(),
             {name: value for part in passes for name, value in part.metrics.items()},
-            first.logprobs,
-            first.entropy,
+            self._of_all_tokens(first.logprobs),
+            self._of_all_tokens(first.entropy),
             first.strategy,
             named,
         )
+
+    def _of_all_tokens(self, values: Tensor | None) -> Tensor | None:
+        """[T] of the batch, also where each rank of `sp` computed its slice."""
+        if values is None or not self.splits_tokens:
+            return values
+        assert self.groups.sp is not None
+        return gather_first_dim(values, self.groups.sp)
 
     def _passes(self) -> dict[float, Losses]:
         """The losses by the scale of the logits that they see, 1 first: a pass for each."""
@@ -254,6 +262,7 @@ class LanguageModelHead(nn.Module):
         problem = self._problem(hidden_states, batch, wants_all or "entropy" in needs, rows)
         itemsize = chunk_itemsize(hidden_states, self.local_weight)
         chunk_ends = single_pass_chunks(self.config, self.groups, batch, active, losses, itemsize)
+        metrics: dict[str, Tensor] = {}
         if chunk_ends is not None and self._needs_gradient(hidden_states):
             compact = batch.select(active.index)
             loss, statistics = linear_loss(
@@ -267,6 +276,8 @@ class LanguageModelHead(nn.Module):
                 gradient_rows=active.index,
                 chunk_ends=chunk_ends,
             )
+            if self.config.metrics:
+                metrics = _metrics(losses, statistics, batch)
         else:
             statistics = self._statistics(hidden_states, batch, problem, active.index)
             more = linear_statistics(
@@ -278,11 +289,14 @@ class LanguageModelHead(nn.Module):
                 gradient_rows=active.index,
             )
             statistics = replace(statistics, **more)
-            loss = _weighted_sum(losses, statistics, batch)
+            if self.config.metrics:
+                loss, metrics = _sum_with_metrics(losses, statistics, batch)
+            else:
+                loss = _weighted_sum(losses, statistics, batch)
         statistics = statistics.map(Tensor.detach)
         return HeadOutput(
             loss,
-            _metrics(losses, statistics, batch) if self.config.metrics else {},
+            metrics,
             statistics.logprobs if return_logprobs else None,
             statistics.entropy if return_logprobs else None,
             "recompute" if chunk_ends is None else "single_pass",
@@ -316,9 +330,9 @@ class LanguageModelHead(nn.Module):
             )
             none = torch.zeros_like(divergence)
             statistics = TokenStatistics(none, None, none, divergence=divergence)
-            total.append(_weighted_sum({name: loss}, statistics, scaled))
-            if self.config.metrics:
-                metrics |= _metrics({name: loss}, statistics.map(Tensor.detach), scaled)
+            value, of_loss = _sum_with_metrics({name: loss}, statistics, scaled)
+            total.append(value)
+            metrics |= of_loss if self.config.metrics else {}
         return HeadOutput(torch.stack(total).sum(), metrics, None, None, "recompute")
 
     def _check_teacher(self, teacher: Teacher | None) -> None:
@@ -344,9 +358,10 @@ class LanguageModelHead(nn.Module):
             return {}
         problem = self._problem(hidden_states, batch, False, labelled_rows(batch).index)
         with torch.no_grad():
-            return linear_statistics(
+            found = linear_statistics(
                 hidden_states, self.local_weight, self.local_bias, problem, names
             )
+        return {name: cast(Tensor, self._of_all_tokens(value)) for name, value in found.items()}
 
     def _needs_gradient(self, hidden_states: Tensor) -> bool:
         tensors = (hidden_states, self.weight, self.bias)
@@ -424,3 +439,15 @@ def _metrics(losses: Losses, statistics: TokenStatistics, batch: BatchKwargs) ->
         for name, loss in losses.items()
         for metric, value in loss.metrics(statistics, batch).items()
     }
+
+
+def _sum_with_metrics(
+    losses: Losses, statistics: TokenStatistics, batch: BatchKwargs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    terms: list[Tensor] = []
+    metrics: dict[str, Tensor] = {}
+    for name, loss in losses.items():
+        value, of_loss = loss.with_metrics(statistics, batch)
+        terms.append(loss.config.weight * value)
+        metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
+    return torch.stack(terms).sum(), metrics

@@ -62,6 +62,12 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
         """Detached metrics of the tokens, in the form that `fastrl.layers.losses.metrics` adds."""
 
+    def with_metrics(
+        self, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its metrics; a loss whose preparation is dear shares it between them."""
+        return self(statistics, batch), self.metrics(statistics.map(Tensor.detach), batch)
+
     def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
         """Rows outside of which neither value nor gradient can be other than 0; None: unknown."""
         return batch.labelled_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -50,6 +50,11 @@ class PolicyTerms:
     weights: Tensor | None
     kl: Tensor | None
     kept_entropy: Tensor | None
+
+    def detached(self) -> PolicyTerms:
+        """The terms without their graph."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: x.detach() for n, x in values.items() if x is not None})
 
 
 class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
@@ -127,6 +132,16 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         """See `policy_metrics`."""
         terms = self.prepare(statistics, batch)
         return policy_metrics(self, terms, statistics, batch, self.value(terms, batch))
+
+    def with_metrics(
+        self, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its metrics from one preparation, with its one all-reduce."""
+        terms = self.prepare(statistics, batch)
+        value = self.value(terms, batch)
+        with torch.no_grad():
+            statistics, terms = statistics.map(Tensor.detach), terms.detached()
+            return value, policy_metrics(self, terms, statistics, batch, value.detach())
 
     def value(self, terms: PolicyTerms, batch: BatchKwargs) -> Tensor:
         """The loss of prepared terms, a scalar."""

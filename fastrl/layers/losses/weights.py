@@ -21,8 +21,8 @@ def rollout_weights(
         truncate: min(max(w, low), high)      mask: w if low <= w <= high else 0
 
     Args:
-        log_weights: log w, without gradient, of each token, or of its document (the sum of its tokens' for
-            `mean: product`, their mean for `mean: geometric`).
+        log_weights: log w, without gradient, of each token, or of its document (the sum of its
+            tokens' for `mean: product`, their mean for `mean: geometric`).
         config: bounds and mode.
 
     References:
