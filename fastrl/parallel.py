@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 AXES = ("data", "sequence_data", "tensor")
 
@@ -204,3 +205,19 @@ def all_reduce_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None) ->
             ):
                 part.copy_(total.view_as(part))
             bucket = []
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on each rank, which all must call; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(
+    whole: Tensor,
+    parameter: Tensor,  # of the same shape
+) -> Tensor:
+    """This rank's part of `whole`, which every rank has, as `parameter` is sharded."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    # No rank sends: each cuts its own part.
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

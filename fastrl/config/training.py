@@ -337,6 +337,37 @@ class ParallelConfig(Config):
     sequence_parallel: bool = False
     """Whether the tensor axis also splits the hidden states by tokens (Megatron)."""
 
+    sequence_layout: Literal["contiguous", "zigzag"] = "zigzag"
+    """Which slots of a packed sequence a sequence-data rank holds: one chunk, or two that even out
+    the work of causal attention in long documents."""
+
+    micro_sequences: int = Field(default=1, gt=0)
+    """Pieces that a packed sequence is run in, one after the other: activation memory is that of a
+    piece, for one more forward pass of the layers."""
+
+    fully_sharded: bool = False
+    """Whether parameters, gradients and optimizer states are sharded over the data and
+    sequence-data axes together (FSDP2). Otherwise these axes hold replicas."""
+
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of activations and of gathered weights, with `fully_sharded` (also on one process);
+    parameters, sums of gradients and optimizer states keep the run's `dtype`. Default: `dtype`."""
+
+    @property
+    def num_processes(self) -> int:
+        """The product of the sizes."""
+        return self.data * self.sequence_data * self.tensor
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Self:
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "`sequence_parallel` must be false with `tensor: 1`, where it has no effect"
+            )
+        if self.compute_dtype is not None and not self.fully_sharded:
+            raise ValueError("`compute_dtype` must be given with `fully_sharded: true` only")
+        return self
+
 
 class RunConfig(Config):
     """A training run: a model, an environment, and phases that follow one another."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastrl.config import HeadOptions, LlamaConfig, UserError
 from fastrl.models.hf_config import llama_config_from_hf, llama_config_to_hf
 from fastrl.models.llama import Llama
-from fastrl.parallel import ParallelGroups
+from fastrl.parallel import ParallelGroups, shard_like, whole_tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -98,7 +98,8 @@ def read_llama_config(
 def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
     """Copies the weights of a Hugging Face folder into a model, casting to its dtype.
 
-    The model's parameters are as they are or just made by `to_empty`; they keep their storage.
+    The model's parameters are as they are or just made by `to_empty`; they keep their storage. Of a
+    model over several ranks each rank reads the files and keeps its shards.
 
     Raises:
         UserError: a missing or malformed file; tensors that are missing, unexpected, of another
@@ -119,7 +120,9 @@ def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
     for file in sorted(set(files.values())):
         with _opened(file) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
-                parameters[name].copy_(tensors.get_tensor(name))
+                parameter = parameters[name]
+                tensor = tensors.get_tensor(name).to(parameter.device)
+                parameter.copy_(shard_like(tensor, parameter))
 
 
 def _check_tensors(
@@ -204,7 +207,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def save_llama(
-    llama: Llama, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    llama: Llama,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    writes: bool = True,
 ) -> None:
     """Writes a Hugging Face folder, which appears complete or not at all.
 
@@ -212,13 +219,18 @@ def save_llama(
     are several safetensors files and an index.
 
     Args:
-        llama: whole parameters, on any device.
+        llama: on any device; of a model over several ranks all must call it.
         path: the folder, which must not exist; its parents are made.
         max_shard_bytes: most bytes of tensors in one file (one tensor may have more).
+        writes: whether this rank writes; the others only give their shards.
 
     Raises:
         UserError: the folder exists.
     """
+    if not writes:
+        for parameter in llama.parameters():
+            whole_tensor(parameter.detach())
+        return
     folder = Path(path)
     if folder.exists():
         raise UserError(f"{folder}: exists already; save to a new folder")
@@ -237,21 +249,24 @@ def save_llama(
 
 def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
     parameters = dict(llama.named_parameters())
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, parameter in parameters.items():
-        used = sum(tensor.nbytes for tensor in shards[-1].values())
-        if shards[-1] and used + parameter.nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = parameter.detach()
+    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        used = sum(sizes[other] for other in shards[-1])
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
+    for number, names in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         file = file if len(shards) > 1 else WEIGHTS_FILE
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in shard.items()}
+        tensors = {
+            name: whole_tensor(parameters[name].detach()).cpu().contiguous() for name in names
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
+        weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(parameter.nbytes for parameter in parameters.values())
+        total = sum(sizes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
     dtype = str(parameters[_EMBEDDING].dtype).removeprefix("torch.")

@@ -53,9 +53,23 @@ class TrainerState:
 
 
 def save_checkpoint(
-    run_dir: Path, phase_name: str, llama: Llama, state: TrainerState, *, keep: int
+    run_dir: Path,
+    phase_name: str,
+    llama: Llama,
+    state: TrainerState,
+    *,
+    keep: int,
+    writes: bool = True,
 ) -> Path:
     """Writes a checkpoint, makes it the latest and removes all but the last `keep`.
+
+    Args:
+        run_dir: folder of the run.
+        phase_name: begins the checkpoint's name.
+        llama: of a model over several ranks all must call it.
+        state: with whole tensors.
+        keep: number of checkpoints that stay.
+        writes: whether this rank writes; the others only give their shards.
 
     Returns:
         The checkpoint's folder.
@@ -63,6 +77,9 @@ def save_checkpoint(
     folder = run_dir / CHECKPOINTS_FOLDER
     target = folder / f"{phase_name}-{state.step:06}"
     temporary = folder / f".{target.name}.partial"
+    if not writes:
+        save_llama(llama, temporary, writes=False)
+        return target
     for stale in (temporary, target):
         if stale.exists():  # of a run that was killed, or of this step before a resumption
             shutil.rmtree(stale)

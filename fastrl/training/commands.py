@@ -16,7 +16,7 @@ from fastrl.training.checkpoint import TrainerState, latest_checkpoint, load_tra
 from fastrl.training.evaluate import evaluate as score_heldout
 from fastrl.training.interrupt import StopRequest
 from fastrl.training.loop import Trainer
-from fastrl.training.metrics import MetricsWriter, drop_records_after
+from fastrl.training.metrics import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, build_source
 from fastrl.training.progress import open_display
@@ -28,6 +28,8 @@ CONFIG_FILE = "config.yaml"
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     """Trains as a config says and returns the exit code 0.
+
+    Each of the processes of `config.parallel` calls it; the first one prints and writes.
 
     Nothing is written before the config, the environment, the model and the data of all phases have
     been found good.
@@ -47,7 +49,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     if checkpoint is None:
         _check_unused(run_dir)
     _check_packages(config.logging)
-    parts = build_parts(config, checkpoint=checkpoint)
+    parts = build_parts(config, checkpoint=checkpoint, spread=True)
+    is_main = parts.processes.is_main
     state = TrainerState() if checkpoint is None else load_trainer_state(checkpoint)
     if state.phase_step == config.phases[state.phase].steps and state.phase + 1 < len(
         config.phases
@@ -58,12 +61,16 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     phase = Phase(config, state.phase, parts)
     if state.optimizer is not None:
         phase.restore(state)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / CONFIG_FILE)
-    if checkpoint is not None:
-        drop_records_after(run_dir, state.step, None if state.phase_step else phase.name)
-    writer = MetricsWriter(run_dir, tensorboard=config.logging.tensorboard, first_step=state.step)
-    console = Console()
+    writer: MetricsWriter | NoWriter = NoWriter()
+    if is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, run_dir / CONFIG_FILE)
+        if checkpoint is not None:
+            drop_records_after(run_dir, state.step, None if state.phase_step else phase.name)
+        writer = MetricsWriter(
+            run_dir, tensorboard=config.logging.tensorboard, first_step=state.step
+        )
+    console = Console(quiet=not is_main)
     display = open_display(console)
     try:
         trainer = Trainer(config, run_dir, parts, phase, state, writer, display, started)
@@ -72,7 +79,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     finally:
         display.close()
         writer.close()
-    if config.logging.report:
+    parts.processes.close()
+    if config.logging.report and is_main:
         write_report(run_dir, title=run_dir.name)
     if not finished:
         _say(console, f"stopped after step {trainer.state.step} and saved; go on with --resume")

@@ -12,7 +12,7 @@ from fastrl.config.training import RLPhaseConfig, RunConfig
 from fastrl.training.checkpoint import TrainerState, save_checkpoint
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest
-from fastrl.training.metrics import MetricsWriter
+from fastrl.training.metrics import MetricsWriter, NoWriter
 from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.progress import Display
@@ -43,7 +43,7 @@ class Trainer:
         parts: Parts,
         phase: Phase,
         state: TrainerState,
-        writer: MetricsWriter,
+        writer: MetricsWriter | NoWriter,
         display: Display,
         started: float,
     ) -> None:
@@ -110,7 +110,7 @@ class Trainer:
         self._losses = []
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
-            if stop.requested:
+            if self._parts.processes.any(stop.requested):
                 return False
             self._step(phase)
             last = phase.steps_done == config.steps
@@ -172,6 +172,12 @@ class Trainer:
         if place == self._saved_at:
             return
         state = self._phase.state(replace(self.state, seconds=self.seconds))
-        keep = self._config.checkpoint.keep
-        save_checkpoint(self._run_dir, self._phase.name, self._parts.llama, state, keep=keep)
+        save_checkpoint(
+            self._run_dir,
+            self._phase.name,
+            self._parts.llama,
+            state,
+            keep=self._config.checkpoint.keep,
+            writes=self._parts.processes.is_main,
+        )
         self._saved_at = place

@@ -15,6 +15,19 @@ SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
+class NoWriter:
+    """Stands for the files of a run on the processes that do not write them."""
+
+    def log(self, step: int, phase: str, values: Mapping[str, float]) -> None:
+        """Writes nothing."""
+
+    def log_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
+        """Writes nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class MetricsWriter:
     """Appends records to the files of a run; every line is complete when a call returns.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.config.training import OptimizerConfig
+from fastrl.parallel import shard_like, whole_tensor
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -67,7 +69,22 @@ def apply_update(
         group["lr"] = learning_rate(config, update, num_updates)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = whole_tensor(nn.utils.clip_grad_norm_(parameters, max_norm))
     optimizer.step()
     optimizer.zero_grad()
     return norm
+
+
+def load_optimizer(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
+    """Takes over a state dict with whole tensors, of any number of processes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = {
+        index: {
+            name: shard_like(value.to(parameters[index].device), parameters[index])
+            if isinstance(value, Tensor) and value.ndim
+            else value
+            for name, value in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from fastrl.config.base import UserError
 from fastrl.config.training import (
@@ -19,16 +19,20 @@ from fastrl.config.training import (
 )
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
-from fastrl.data.packing import pack_documents
 from fastrl.layers.losses import (
     LanguageModelPolicyGradientLoss,
     add_metrics,
     reduce_metrics,
 )
 from fastrl.models.llama import Llama
+from fastrl.models.micro_sequences import backward_in_pieces
+from fastrl.models.parallelize import reduce_gradients
+from fastrl.parallel import group_rank, group_size
 from fastrl.training.checkpoint import TrainerState
-from fastrl.training.optimizer import apply_update, build_optimizer
+from fastrl.training.dealing import packs_of_rank
+from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
 from fastrl.training.order import ShuffledItems, seeded
+from fastrl.training.processes import fill, frozen_copy, whole_state
 from fastrl.training.rollouts import (
     FileRollouts,
     Rollouts,
@@ -47,7 +51,7 @@ class StepResult:
 
     Attributes:
         metrics: finite numbers by name; of several updates the mean.
-        num_tokens: tokens that went through forward and backward passes.
+        num_tokens: tokens that went through forward and backward passes, on all processes.
         samples: some of the step's completions.
     """
 
@@ -93,6 +97,19 @@ class SupervisedDocuments:
         return Rollouts(self._documents.take(self._number), {}, [])
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass of this process runs on.
+
+    Attributes:
+        whole: this process's part of a packed sequence.
+        pieces: the same as micro-sequences; empty for a sequence in one piece.
+    """
+
+    whole: BatchKwargs
+    pieces: tuple[BatchKwargs, ...]
+
+
 class Phase:
     """A phase that is under way: its optimizer, its documents, its losses in the model's head.
 
@@ -125,7 +142,7 @@ class Phase:
         self.reference: Llama | None = None
         samples = isinstance(self.source, SampledRollouts)
         if samples and "ref_logprobs" in required_logprobs(losses.values()):
-            self.reference = copy.deepcopy(parts.llama).requires_grad_(False).eval()
+            self.reference = frozen_copy(parts.llama, parts.processes)
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)
             and self.config.rollouts.type == "sampler"
@@ -137,21 +154,21 @@ class Phase:
         assert state.optimizer is not None
         self.steps_done = state.phase_step
         self.source.position = state.position
-        self.optimizer.load_state_dict(state.optimizer)
+        load_optimizer(self.optimizer, state.optimizer)
         for name, loss in self._policy_losses().items():
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
             assert state.reference is not None
-            self.reference.load_state_dict(state.reference)
+            fill(self.reference, state.reference)
 
     def state(self, before: TrainerState) -> TrainerState:
-        """Returns the run's state with what `restore` needs of this phase."""
+        """Returns the run's state with what `restore` needs of this phase; all ranks must call."""
         losses = self._policy_losses()
         return replace(
             before,
             position=self.source.position,
-            optimizer=self.optimizer.state_dict(),
-            reference=None if self.reference is None else self.reference.state_dict(),
+            optimizer=whole_state(self.optimizer.state_dict()),
+            reference=None if self.reference is None else whole_state(self.reference.state_dict()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
         )
 
@@ -179,10 +196,10 @@ class Phase:
         self.steps_done += 1
         names = list(results[0]) if results else []
         metrics = {name: fmean(result[name] for result in results) for name in names}
-        num_tokens = sum(batch.num_tokens for update in updates for batch in update) * epochs
+        num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
         return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples)
 
-    def _micro_batches(self, documents: Sequence[Document]) -> list[BatchKwargs]:
+    def _micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
         """Packs the documents of one update, with the log-probabilities that its losses need."""
         max_tokens = self.config.max_tokens_per_micro_batch
         longest = max(len(document.tokens) for document in documents)
@@ -191,38 +208,54 @@ class Phase:
                 f"`max_tokens_per_micro_batch` must be at least {longest}, the tokens of the "
                 f"longest document, got {max_tokens} in phase `{self.name}`"
             )
-        packs = pack_documents(documents, max_tokens)
+        groups, parallel = self._parts.llama.groups, self._parts.processes.config
+        packs = packs_of_rank(documents, group_rank(groups.dp), group_size(groups.dp), max_tokens)
         batches = [TokenBatch.from_documents(pack) for pack in packs]
-        counts = BatchCounts.of(batches)
-        device = self._parts.device
-        kwargs = [
-            piece for batch in batches for piece in batch.to_kwargs(counts=counts, device=device)
-        ]
-        if self._recomputes_old:
-            logprobs = evaluated(self._parts.llama, kwargs)
-            kwargs = [b.replace(old_logprobs=p) for b, p in zip(kwargs, logprobs, strict=True)]
-        if self.reference is not None:
-            logprobs = evaluated(self.reference, kwargs)
-            kwargs = [b.replace(ref_logprobs=p) for b, p in zip(kwargs, logprobs, strict=True)]
-        return kwargs
+        counts = BatchCounts.of(batches, groups)
+
+        def kwargs(batch: TokenBatch, *, join: bool) -> tuple[BatchKwargs, ...]:
+            return batch.to_kwargs(
+                groups,
+                parallel.micro_sequences,
+                layout=parallel.sequence_layout,
+                join=join,
+                counts=counts,
+                device=self._parts.device,
+            )
+
+        result = []
+        for batch in batches:
+            (whole,) = kwargs(batch, join=True)
+            if self._recomputes_old:
+                whole = whole.replace(old_logprobs=evaluated(self._parts.llama, whole))
+            if self.reference is not None:
+                whole = whole.replace(ref_logprobs=evaluated(self.reference, whole))
+            pieces = kwargs(batch, join=False) if parallel.micro_sequences > 1 else ()
+            result.append(MicroBatch(whole, pieces))
+        return result
 
     def _update(
-        self, micro_batches: Sequence[BatchKwargs], number: int, num_updates: int
+        self, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
     ) -> dict[str, float]:
         """Makes one update with the summed gradients of the micro-batches."""
-        losses, metrics = [], []
+        llama = self._parts.llama
+        parts = []
         for batch in micro_batches:
-            output = self._parts.llama(batch)
-            output.loss.backward()
-            losses.append(output.loss.detach())
-            metrics.append(output.metrics)
+            if batch.pieces:
+                output = backward_in_pieces(llama, batch.pieces, batch.whole)
+            else:
+                output = llama(batch.whole)
+                output.loss.backward()
+            assert output.loss is not None
+            parts.append({"loss": output.loss.detach().double(), **output.metrics})
+        reduce_gradients(llama)
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
-        totals = reduce_metrics(add_metrics(metrics), ())
-        values = {"loss": torch.stack(losses).sum(), **totals, "grad_norm": norm}
+        totals = reduce_metrics(add_metrics(parts), llama.lm_head.loss_groups)
+        values = {**totals, "grad_norm": norm}
         # All numbers in one transfer: the one time in an update that the host waits.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         result = dict(zip(values, numbers, strict=True))
-        self._parts.llama.lm_head.end_step(result)
+        llama.lm_head.end_step(result)
         return result | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
@@ -234,12 +267,14 @@ class Phase:
 
 
 @torch.no_grad()
-def evaluated(llama: Llama, batches: Sequence[BatchKwargs]) -> list[torch.Tensor]:
-    """Returns the log-probabilities [T] of the labels of each batch, under the model as it is."""
+def evaluated(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
+    """Returns the log-probabilities [T] of the labels of a batch, under the model as it is."""
     was_training = llama.training
     llama.eval()
-    logprobs = [llama(batch).logprobs for batch in batches]
+    logprobs: torch.Tensor = llama(batch).logprobs
     llama.train(was_training)
+    if isinstance(llama, FSDPModule):
+        llama.reshard()  # what a backward would do: nobody must find the gathered weights
     return logprobs
 
 

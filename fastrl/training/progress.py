@@ -52,8 +52,9 @@ class Display(Protocol):
 
 
 def open_display(console: Console) -> Display:
-    """Returns a live display on a terminal, plain lines elsewhere."""
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    """Returns a live display on a terminal, plain lines elsewhere, on a quiet console none."""
+    is_live = console.is_terminal and not console.quiet
+    return LiveDisplay(console) if is_live else PlainDisplay(console)
 
 
 class LiveDisplay:

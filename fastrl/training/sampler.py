@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.config.training import SamplerConfig
 from fastrl.models.llama import Llama
+from fastrl.training.processes import Processes, copy_whole
 
 _COMPACT_BELOW = 0.75
 """Sequences that go on are copied into a smaller cache when they are fewer than this share."""
@@ -39,13 +40,22 @@ class Sampler:
         llama: the model, as it is at each call.
         end_token: id that ends a completion.
         generator: source of randomness, on the model's device.
+        processes: that share the work, a batch each in turn; all must call `sample` alike.
     """
 
     def __init__(
-        self, config: SamplerConfig, llama: Llama, end_token: int, generator: torch.Generator
+        self,
+        config: SamplerConfig,
+        llama: Llama,
+        end_token: int,
+        generator: torch.Generator,
+        processes: Processes,
     ) -> None:
         self.config = config
-        self._llama = llama
+        self._source = llama
+        self._processes = processes
+        # A sharded model samples from a whole copy: a step for a token would gather all weights.
+        self._llama = llama if processes.mesh is None else processes.whole_copy(llama)
         self._end_token = end_token
         self._generator = generator
 
@@ -61,12 +71,28 @@ class Sampler:
             num_each: completions of a prompt.
             temperature: at least 0.
         """
+        if self._llama is not self._source:
+            copy_whole(self._source, self._llama)
         per_batch = max(1, self.config.max_batch_size // num_each)
-        completions: list[list[Completion]] = []
-        for start in range(0, len(prompts), per_batch):
-            flat = self._sample_batch(prompts[start : start + per_batch], num_each, temperature)
-            completions += [flat[i : i + num_each] for i in range(0, len(flat), num_each)]
-        return completions
+        seed = self._generator.initial_seed()
+        processes = self._processes
+        mine: list[list[Completion]] = []
+        for number, start in enumerate(range(0, len(prompts), per_batch)):
+            if number % processes.size != processes.rank:
+                continue
+            if number > 0:
+                # A seed for each batch, so that it does not matter which process takes it.
+                self._generator.manual_seed(seed + number)
+            batch = prompts[start : start + per_batch]
+            mine.append(self._sample_batch(batch, num_each, temperature))
+        shares = processes.gather(mine)
+        num_batches = sum(map(len, shares))
+        flat = [
+            completion
+            for number in range(num_batches)
+            for completion in shares[number % processes.size][number // processes.size]
+        ]
+        return [flat[i : i + num_each] for i in range(0, len(flat), num_each)]
 
     @torch.no_grad()
     def _sample_batch(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
-from fastrl.functional import reference
+from fastrl.functional import reference, reference_losses
 from tests.distributed.head_cases import (
     CASES,
     COLUMNS,
@@ -129,29 +129,13 @@ def test_one_process_is_the_definition(case_name: str, name: str) -> None:
     )
     logprobs = reference.token_statistics(z, kwargs.labels)[0]
     vectors = {column: getattr(kwargs, column) for column in COLUMNS}
-    arguments = {
-        "grpo": (vectors["old_logprobs"], vectors["advantages"]),
-        "gspo": (vectors["old_logprobs"], vectors["advantages"]),
-        "cross_entropy": (),
-    }[name]
-    options = (
-        {}
-        if name == "cross_entropy"
-        else {
-            "epsilon_low": loss.epsilon_low,  # type: ignore[attr-defined]
-            "epsilon_high": loss.epsilon_high,  # type: ignore[attr-defined]
-        }
+    tokens = reference_losses.Tokens(
+        labels=kwargs.labels,
+        document_index=kwargs.document_index,
+        logprobs=logprobs,
+        **vectors,
     )
-    expected = getattr(reference, name)(
-        logprobs,
-        *arguments,
-        kwargs.labels,
-        kwargs.document_index,
-        normalisation=loss.normalisation,
-        num_labels=max(batch.num_labels, 1),
-        num_documents=max(batch.num_documents_with_labels, 1),
-        **options,
-    )
+    expected = reference_losses.LOSSES[name](tokens, loss.model_dump())
     actual = one_process(case_name, run)
     torch.testing.assert_close(actual.loss, expected.detach(), rtol=1e-9, atol=1e-9)
     if not expected.requires_grad:

@@ -14,9 +14,9 @@ from tests.distributed.ranks import RankPool
 
 FP32_TOLERANCE = 1e-5
 # bf16 keeps 8 bits: a rounding of up to 0.2 %, about thirty times between the embedding and a
-# gradient, so 1 to 3 % of the whole gradient, which three steps double; most where a parameter's own
-# is a small difference of large terms (queries and keys). Ratios are not clipped in this variant: a
-# token within rounding of an edge gets or loses its gradient.
+# gradient, so 1 to 3 % of the whole gradient, which three steps double; most where a parameter's
+# own is a small difference of large terms (queries and keys). Ratios are not clipped in this
+# variant: a token within rounding of an edge gets or loses its gradient.
 BF16_LOSS_TOLERANCE = 2e-2
 BF16_TOLERANCE = 6e-2
 BF16_PARAMETER_TOLERANCE = 0.12

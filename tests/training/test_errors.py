@@ -37,8 +37,11 @@ def _error(
         ("model={type: pretrained, path: none}", "none/config.json: cannot be read: No such file"),
         ("model.vocab_size=7", "`model`: `vocab_size` must be at least the tokenizer's 15, got 7"),
         ("device=tpu9", "`device` must be `auto`, `cpu` or `cuda`, got 'tpu9'"),
-        ("parallel.data=2", "`parallel.data` must be 1, as the trainer runs in one process, got 2"),
-        ("parallel.sequence_parallel=true", "`parallel.sequence_parallel` must be false"),
+        (
+            "parallel.data=2",
+            "`parallel` must have sizes that multiply to the number of processes, 1, got data 2 x",
+        ),
+        ("parallel.sequence_parallel=true", "`sequence_parallel` must be false with `tensor: 1`"),
         ("phases=[]", "`phases`"),
         ("phases.0.losses={}", "`phases.0` has no losses: set `phases.0.losses`"),
         ("phases.0.losses={a: {type: grpo}}", "`phases.0` is supervised and has no advantages"),
@@ -87,11 +90,12 @@ def test_packages_that_lack_are_named_before_anything_is_written(
         assert error.startswith(f"`logging.{option}` needs the {package} package; install it with")
 
 
-def test_processes_of_torchrun_are_refused(
+def test_processes_that_the_config_does_not_name_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "but torchrun started 4 " in _error(tmp_path, capsys)
+    error = _error(tmp_path, capsys)
+    assert "the number of processes, 4, got data 1 x sequence_data 1 x tensor 1 = 1" in error
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(

@@ -1,0 +1,73 @@
+"""Which process trains on which documents; every process computes it from all of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fastrl.data.documents import Document
+from fastrl.data.packing import pack_documents
+
+
+def packs_of_rank(
+    documents: Sequence[Document], rank: int, size: int, max_tokens: int
+) -> list[list[Document]]:
+    """Returns the documents of each micro-batch of a data rank: as many on every rank.
+
+    Collectives need the same micro-batches on all ranks, so a rank that has fewer documents gets
+    fillers, which have no label and count nowhere.
+
+    Args:
+        documents: of one update, at least one.
+        rank: index in the data axis.
+        size: of the data axis.
+        max_tokens: of a micro-batch.
+    """
+    packs = [pack_documents(part, max_tokens) for part in deal(documents, size)]
+    most = max(map(len, packs))
+    return packs[rank] + [[_filler(documents[0])]] * (most - len(packs[rank]))
+
+
+def deal(documents: Sequence[Document], parts: int) -> list[list[Document]]:
+    """Deals whole groups to parts with about as many tokens each; documents keep their order.
+
+    The longest group goes first, each to the part that has the fewest tokens so far. A document
+    without a group is one of its own.
+    """
+    if parts == 1:
+        return [list(documents)]
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, document in enumerate(documents):
+        has_group = document.group_id is not None
+        groups[has_group, document.group_id if has_group else number].append(number)
+
+    def num_tokens(numbers: list[int]) -> int:
+        return sum(len(documents[number].tokens) for number in numbers)
+
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for numbers in sorted(groups.values(), key=num_tokens, reverse=True):
+        part = totals.index(min(totals))
+        dealt[part] += numbers
+        totals[part] += num_tokens(numbers)
+    return [[documents[number] for number in sorted(part)] for part in dealt]
+
+
+def _filler(document: Document) -> Document:
+    """The first token of a document, without label, with the fields that the document has."""
+
+    def empty(values: object) -> list[float] | None:
+        return None if values is None else []
+
+    return Document(
+        tokens=document.tokens[:1],
+        prompt_length=1,
+        logprobs=empty(document.logprobs),
+        ref_logprobs=empty(document.ref_logprobs),
+        rollout_logprobs=empty(document.rollout_logprobs),
+        advantage=None if document.advantage is None else 0.0,
+        temperature=document.temperature,
+        kept_tokens=None if document.kept_tokens is None else [],
+        model_version=document.model_version,
+        group_id=document.group_id,
+    )

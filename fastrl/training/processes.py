@@ -1,0 +1,178 @@
+"""The processes of a run: who this one is, how they agree, how a model is spread over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastrl.config.base import UserError
+from fastrl.config.model import LlamaConfig
+from fastrl.config.training import ParallelConfig
+from fastrl.models.llama import Llama
+from fastrl.models.parallelize import parallelize_llama
+from fastrl.parallel import ParallelGroups, device_mesh, shard_like, whole_tensor
+
+_COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: None}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run.
+
+    Attributes:
+        config: the sizes of the axes.
+        rank: of this process; 0 prints and writes.
+        device: of this process.
+        mesh: of all processes; None for one without FSDP2.
+    """
+
+    config: ParallelConfig
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process has the flag: one small collective, which all must join."""
+        if self.size == 1:
+            return flag
+        total = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+        return bool(total)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank; pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=dist.group.WORLD)
+        return values
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.config.num_processes
+
+    def whole_copy(self, llama: Llama) -> Llama:
+        """A model of this process alone for `copy_whole` to fill, in the compute dtype."""
+        dtype = _COMPUTE_DTYPES[self.config.compute_dtype] or llama.model.norm.weight.dtype
+        copy = Llama(llama.config, device="meta", dtype=dtype).to_empty(device=self.device)
+        return copy.requires_grad_(False).eval()
+
+    def spread(self, llama: Llama) -> ParallelGroups:
+        """Spreads a model, best on the meta device, over the processes."""
+        if self.mesh is None:
+            return ParallelGroups()
+        return parallelize_llama(
+            llama,
+            self.mesh,
+            sequence_parallel=self.config.sequence_parallel,
+            fully_sharded=self.config.fully_sharded,
+            compute_dtype=_COMPUTE_DTYPES[self.config.compute_dtype],
+        )
+
+    def close(self) -> None:
+        """Leaves the process group, at the end of a run that went well."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+
+def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
+    """Joins the other processes, which torchrun started; for one process nothing is started.
+
+    Args:
+        config: the sizes of the axes.
+        device: `cuda` without a number stands for the GPU of this process's number on its host.
+
+    Raises:
+        UserError: there are more or fewer processes than the axes need; on every one of them, and
+            before they meet.
+    """
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    needed = config.num_processes
+    if found != needed:
+        raise UserError(
+            f"`parallel` must have sizes that multiply to the number of processes, {found}, got"
+            f" data {config.data} x sequence_data {config.sequence_data} x tensor {config.tensor} ="
+            f" {needed}; start it with `torchrun --nproc-per-node {needed} -m fastrl train ...` or"
+            " change the sizes"
+        )
+    if needed == 1 and not config.fully_sharded:
+        return Processes(config, 0, device, None)
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "nccl"
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if needed == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+    mesh = device_mesh(
+        data=config.data,
+        sequence_data=config.sequence_data,
+        tensor=config.tensor,
+        device_type=device.type,
+    )
+    return Processes(config, dist.get_rank(), device, mesh)
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors on the CPU in place of sharded ones; all ranks must call."""
+    if isinstance(state, torch.Tensor):
+        return whole_tensor(state.detach()).cpu()
+    if isinstance(state, dict):
+        return {key: whole_state(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [whole_state(value) for value in state]
+    return state
+
+
+@torch.no_grad()
+def copy_whole(llama: Llama, copy: Llama) -> None:
+    """Copies the weights of a spread model into a whole one; all ranks must call."""
+    targets = dict(copy.named_parameters())
+    for name, parameter in llama.named_parameters():
+        targets[name].copy_(whole_tensor(parameter))
+
+
+def empty_llama(config: LlamaConfig, processes: Processes, dtype: torch.dtype) -> Llama:
+    """A model spread over the processes, its weights yet to be filled.
+
+    Raises:
+        UserError: sizes of the model that the tensor axis does not divide.
+    """
+    llama = Llama(config, device="meta", dtype=dtype)
+    try:
+        processes.spread(llama)
+    except ValueError as error:
+        raise UserError(f"`parallel`: {error}") from error
+    return llama.to_empty(device=processes.device)
+
+
+@torch.no_grad()
+def fill(llama: Llama, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copies whole weights, which every rank has, into a spread model."""
+    for name, parameter in llama.named_parameters():
+        parameter.copy_(shard_like(weights[name].to(parameter.device), parameter))
+
+
+@torch.no_grad()
+def frozen_copy(llama: Llama, processes: Processes) -> Llama:
+    """The model as it is, spread in the same way, without gradients and in evaluation mode."""
+    copy = empty_llama(llama.config, processes, next(llama.parameters()).dtype)
+    for mine, theirs in zip(copy.parameters(), llama.parameters(), strict=True):
+        mine.copy_(theirs)
+    return copy.requires_grad_(False).eval()
