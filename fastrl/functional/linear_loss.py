@@ -187,8 +187,9 @@ class _SinglePass:
         if num_others == 0:
             return whole
         is_other = torch.zeros_like(problem.labels, dtype=torch.bool)
-        is_other[problem.rows] = True
-        is_other[self.rows] = False
+        # Not by assignment, which copies the value from the host and waits.
+        is_other.index_fill_(0, problem.rows, True)
+        is_other.index_fill_(0, self.rows, False)
         # The count is known on the host: `nonzero` would wait for the device.
         others = torch.nonzero_static(is_other, size=num_others)[:, 0]
         statistics = forward_statistics(
