@@ -1,4 +1,4 @@
-"""The definition: every quantity of the head and every loss, in plain loops over documents.
+"""The definition of every quantity of the head; that of the losses is in `reference_losses.py`.
 
 Logits are materialised, nothing is vectorised over tokens, and only torch is imported. Give it
 float64. It is never changed to match a fast path; only tests and benchmarks import it.
@@ -7,7 +7,7 @@ float64. It is never changed to match a fast path; only tests and benchmarks imp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -70,120 +70,6 @@ def documents(
         if document >= 0 and label != -100:
             slots.setdefault(document, []).append(slot)
     yield from slots.values()
-
-
-def normalised_sum(
-    values: list[list[Tensor]],  # per document, per labelled token
-    normalisation: str,
-    num_labels: int,
-    num_documents: int,
-    length: float = 1.0,
-) -> Tensor:
-    """Loss of per-token values.
-
-    `tokens`: sum / num_labels. `documents`: each document's token mean / num_documents.
-    `constant`: sum / (num_documents length).
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for document in values:
-        for value in document:
-            if normalisation == "tokens":
-                total = total + value / num_labels
-            elif normalisation == "documents":
-                total = total + value / len(document) / num_documents
-            else:
-                assert normalisation == "constant"
-                total = total + value / (num_documents * length)
-    return total
-
-
-def cross_entropy(
-    logprobs: Tensor,  # [T]
-    labels: Tensor,  # [T]
-    document_index: Tensor,  # [T]
-    *,
-    normalisation: str = "tokens",
-    num_labels: int,
-    num_documents: int,
-    length: float = 1.0,
-) -> Tensor:
-    """Cross-entropy: -logprob, normalised."""
-    values = [[-logprobs[t] for t in slots] for slots in documents(document_index, labels)]
-    return normalised_sum(values, normalisation, num_labels, num_documents, length)
-
-
-def clipped_surrogate(
-    ratio: Tensor, advantage: Tensor, epsilon_low: float, epsilon_high: float
-) -> Tensor:
-    """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), the PPO objective as a loss."""
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    return -torch.minimum(ratio * advantage, clipped * advantage)
-
-
-def grpo(
-    logprobs: Tensor,  # [T]
-    old_logprobs: Tensor,  # [T]
-    advantages: Tensor,  # [T]
-    labels: Tensor,  # [T]
-    document_index: Tensor,  # [T]
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-    normalisation: str = "tokens",
-    num_labels: int,
-    num_documents: int,
-    length: float = 1.0,
-) -> Tensor:
-    """GRPO (arXiv:2402.03300): the clipped surrogate of token ratios r_t = exp(logp_t - old_t)."""
-    values = []
-    for slots in documents(document_index, labels):
-        document = []
-        for t in slots:
-            ratio = torch.exp(logprobs[t] - old_logprobs[t])
-            document.append(clipped_surrogate(ratio, advantages[t], epsilon_low, epsilon_high))
-        values.append(document)
-    return normalised_sum(values, normalisation, num_labels, num_documents, length)
-
-
-def gspo(
-    logprobs: Tensor,  # [T]
-    old_logprobs: Tensor,  # [T]
-    advantages: Tensor,  # [T]
-    labels: Tensor,  # [T]
-    document_index: Tensor,  # [T]
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-    normalisation: str = "documents",
-    num_labels: int,
-    num_documents: int,
-    length: float = 1.0,
-) -> Tensor:
-    """GSPO (arXiv:2507.18071): the clipped surrogate of s_d = exp(mean_t (logp_t - old_t)).
-
-    Advantages that differ inside a document enter by their mean.
-    """
-    values = []
-    for slots in documents(document_index, labels):
-        log_ratio = torch.stack([logprobs[t] - old_logprobs[t] for t in slots]).mean()
-        advantage = torch.stack([advantages[t] for t in slots]).mean()
-        loss = clipped_surrogate(torch.exp(log_ratio), advantage, epsilon_low, epsilon_high)
-        values.append([loss] * len(slots))
-    return normalised_sum(values, normalisation, num_labels, num_documents, length)
-
-
-def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> Tensor:
-    """Schulman's estimators of KL(policy, reference) from one token of the policy, d = logp - ref.
-
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
-    """
-    difference = logprob - ref_logprob
-    estimators: dict[str, Callable[[], Tensor]] = {
-        "k1": lambda: difference,
-        "k2": lambda: difference.square() / 2,
-        "k3": lambda: torch.exp(-difference) - 1 + difference,
-    }
-    return estimators[estimator]()
 
 
 def kept_entries(

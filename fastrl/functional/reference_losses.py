@@ -1,4 +1,4 @@
-"""The definition of the losses beyond `reference.py`: plain loops over documents and tokens.
+"""The definition of the losses: plain loops over documents and tokens.
 
 Only torch is imported. Give it float64 and the tokens of the whole optimizer step: it counts
 labels, documents and groups itself. It is never changed to match a fast path; only tests and
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.functional.reference import documents, kl_estimate
+from fastrl.functional.reference import documents
 
 Options = Mapping[str, Any]
 # surrogate(ratio, advantage, logprob, old_logprob, options) of one token
@@ -308,6 +308,20 @@ def token_weight(
         if tokens.current_version - int(tokens.model_version[t]) > options["max_staleness"]:
             weight = 0.0
     return weight
+
+
+def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimators of KL(policy, reference) from one token of the policy, d = logp - ref.
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """
+    difference = logprob - ref_logprob
+    estimators: dict[str, Callable[[], Tensor]] = {
+        "k1": lambda: difference,
+        "k2": lambda: difference.square() / 2,
+        "k3": lambda: torch.exp(-difference) - 1 + difference,
+    }
+    return estimators[estimator]()
 
 
 def kl(tokens: Tokens, options: Options, slots: list[int], t: int) -> Tensor:

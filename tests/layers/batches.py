@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs, Document, LanguageModelHead, LanguageModelHeadConfig, TokenBatch
-from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
-from fastrl.functional import reference
+from fastrl.config import (
+    CrossEntropyLossConfig,
+    GRPOLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+)
+from fastrl.functional import reference, reference_losses
 
 VOCAB_SIZE = 33
 HIDDEN_SIZE = 5
@@ -87,29 +92,18 @@ def reference_loss(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs) 
     return total
 
 
-def _reference_term(loss: object, logprobs: Tensor, batch: BatchKwargs) -> Tensor:
+def _reference_term(loss: LossConfig, logprobs: Tensor, batch: BatchKwargs) -> Tensor:
     assert isinstance(loss, CrossEntropyLossConfig | GRPOLossConfig | GSPOLossConfig)
-    counts = {
-        "normalisation": loss.normalisation,
-        "num_labels": batch.num_labels_in_batch,
-        "num_documents": batch.num_documents_in_batch,
-        "length": loss.length or 1.0,
-    }
-    if isinstance(loss, CrossEntropyLossConfig):
-        return reference.cross_entropy(logprobs, batch.labels, batch.document_index, **counts)  # type: ignore[arg-type]
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    function = reference.grpo if isinstance(loss, GRPOLossConfig) else reference.gspo
-    return function(
-        logprobs,
-        batch.old_logprobs.double(),
-        batch.advantages.double(),
-        batch.labels,
-        batch.document_index,
-        epsilon_low=loss.epsilon_low,
-        epsilon_high=loss.epsilon_high,
-        **counts,  # type: ignore[arg-type]
+    tokens = reference_losses.Tokens(
+        labels=batch.labels,
+        document_index=batch.document_index,
+        logprobs=logprobs,
+        old_logprobs=batch.old_logprobs.double(),
+        advantages=batch.advantages.double(),
     )
+    return reference_losses.LOSSES[loss.type](tokens, loss.model_dump())
 
 
 def pack(documents: Sequence[Document], pad_to_multiple: int = 1) -> BatchKwargs:
