@@ -35,7 +35,13 @@ from fastrl.layers.row_planning import (
     splits_tokens,
     weight_rows,
 )
-from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
+from fastrl.parallel import (
+    ParallelGroups,
+    gather_first_dim,
+    group_rank,
+    group_size,
+    vocab_shard,
+)
 
 
 @dataclass(frozen=True)
@@ -206,9 +212,8 @@ class LanguageModelHead(nn.Module):
         self._check_teacher(teacher)
         named = self._named_statistics(hidden_states, batch, statistics)
         if not self.training or not self.losses:
-            result = self._evaluate(hidden_states, batch)
-            vectors = (self._of_all_tokens(v) for v in (result.logprobs, result.entropy))
-            return HeadOutput(None, {}, *vectors, None, named)
+            result = self._evaluate(hidden_states, batch).map(self._of_all_tokens)
+            return HeadOutput(None, {}, result.logprobs, result.entropy, None, named)
         passes = [
             self._pass(hidden_states, batch, scale, losses, return_logprobs)
             for scale, losses in self._passes().items()
@@ -223,15 +228,15 @@ class LanguageModelHead(nn.Module):
         return HeadOutput(
             torch.stack([part.loss for part in passes if part.loss is not None]).sum(),
             {name: value for part in passes for name, value in part.metrics.items()},
-            self._of_all_tokens(first.logprobs),
-            self._of_all_tokens(first.entropy),
+            None if first.logprobs is None else self._of_all_tokens(first.logprobs),
+            None if first.entropy is None else self._of_all_tokens(first.entropy),
             first.strategy,
             named,
         )
 
-    def _of_all_tokens(self, values: Tensor | None) -> Tensor | None:
+    def _of_all_tokens(self, values: Tensor) -> Tensor:
         """[T] of the batch, also where each rank of `sp` computed its slice."""
-        if values is None or not self.splits_tokens:
+        if not self.splits_tokens:
             return values
         assert self.groups.sp is not None
         return gather_first_dim(values, self.groups.sp)
@@ -361,7 +366,7 @@ class LanguageModelHead(nn.Module):
             found = linear_statistics(
                 hidden_states, self.local_weight, self.local_bias, problem, names
             )
-        return {name: cast(Tensor, self._of_all_tokens(value)) for name, value in found.items()}
+        return {name: self._of_all_tokens(value) for name, value in found.items()}
 
     def _needs_gradient(self, hidden_states: Tensor) -> bool:
         tensors = (hidden_states, self.weight, self.bias)
