@@ -16,5 +16,5 @@ def _failing_step(phase: Phase) -> StepResult:
 
 
 if __name__ == "__main__":
-    Phase.step = _failing_step  # type: ignore[method-assign]
+    Phase.step = _failing_step  # type: ignore[assignment, method-assign]
     sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
-from fastrl.training.phases import Phase
+from fastrl.training.phases import MicroBatch, Phase
 from tests.training.runs import tiny_parts
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
@@ -60,7 +60,7 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
     update = Phase._update
 
     def recorded(
-        phase: Phase, micro_batches: Sequence[BatchKwargs], number: int, num_updates: int
+        phase: Phase, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
     ) -> dict[str, float]:
         result = update(phase, micro_batches, number, num_updates)
         ratios.append((result["policy/ratio_min"], result["policy/ratio_max"]))
@@ -103,9 +103,9 @@ def test_a_kl_term_pulls_to_the_policy_at_the_phases_begin(monkeypatch: pytest.M
     models: list[Llama] = []
     evaluated = phases.evaluated
 
-    def recorded(llama: Llama, batches: Sequence[BatchKwargs]) -> list[torch.Tensor]:
+    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
         models.append(llama)
-        return evaluated(llama, batches)
+        return evaluated(llama, batch)
 
     monkeypatch.setattr(phases, "evaluated", recorded)
     first, second = phase.step(), phase.step()

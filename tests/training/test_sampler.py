@@ -27,9 +27,10 @@ def _head_logprobs(
 ) -> list[float]:
     tokens = prompt + completion.tokens
     document = Document(tokens=tokens, prompt_length=len(prompt), temperature=temperature)
-    batch = TokenBatch.from_documents([document]).to_kwargs()
-    (logprobs,) = evaluated(sampler._llama, batch)
-    return logprobs[len(prompt) - 1 : -1].tolist()
+    (batch,) = TokenBatch.from_documents([document]).to_kwargs()
+    logprobs = evaluated(sampler._llama, batch)
+    numbers: list[float] = logprobs[len(prompt) - 1 : -1].tolist()
+    return numbers
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
