@@ -74,6 +74,15 @@ def _sample(arguments: argparse.Namespace) -> int:
     )
 
 
+def _estimate(arguments: argparse.Namespace) -> int:
+    from fastrl.config import RunConfig, load_config
+    from fastrl.training.estimate import estimate_run
+
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    print(estimate_run(config, arguments.tokens))
+    return 0
+
+
 def _config_schema(arguments: argparse.Namespace) -> int:
     from fastrl.config import RunConfig
 
@@ -129,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
         "--num", type=_positive, default=1, metavar="N", help="number of completions (default: 1)"
     )
     sample.set_defaults(command=_sample)
+
+    estimate = commands.add_parser(
+        "estimate", help="print the memory and communication that a config needs on each rank"
+    )
+    estimate.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    estimate.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens of a packed sequence; by default the largest of the config's phases",
+    )
+    _add_overrides(estimate)
+    estimate.set_defaults(command=_estimate)
 
     config = commands.add_parser("config", help="about the configs that `train` reads")
     config_commands = config.add_subparsers(title="commands", required=True, metavar="COMMAND")

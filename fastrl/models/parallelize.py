@@ -109,11 +109,11 @@ def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> 
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
 
     def gathered(num_inputs: int) -> PrepareModuleInput:
+        # A DTensor goes in, so that the gradients of its two or three readers are summed first.
         others = [None] * (num_inputs - 1)
         return PrepareModuleInput(
             input_layouts=(stream, *others),
             desired_input_layouts=(Replicate(), *others),
-            use_local_output=True,
         )
 
     layer: dict[str, ParallelStyle] = {

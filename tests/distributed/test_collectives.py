@@ -45,7 +45,7 @@ def test_the_order_of_collectives_is_that_of_the_group(ranks: RankPool, layout: 
 
 
 def test_another_order_is_found() -> None:
-    first = Collective("allreduce", (0, 1), 3, "torch.float32")
+    first = Collective("all_reduce", (0, 1), 3, "torch.float32")
     second = first._replace(num_elements=4)
     assert_same_order([[first, second], [first, second]])
     for other in ([second, first], [first], [first, second, second]):
@@ -63,13 +63,13 @@ def test_collectives_of_a_step_are_those_of_the_design(ranks: RankPool) -> None:
     over_sequence = [call for call in calls if call.ranks == (0, 2)]
     assert len(over_tensor) + len(over_sequence) == len(calls)
     assert [call.name for call in over_tensor] == [
-        "_allgather_base",  # hidden states
-        "_allgather_base",  # statistics of all rows
-        "_allgather_base",  # hidden states again: the backward keeps this rank's slice only
-        "_reduce_scatter_base",  # their gradient
+        "all_gather",  # hidden states
+        "all_gather",  # statistics of all rows
+        "all_gather",  # hidden states again: the backward keeps this rank's slice only
+        "reduce_scatter",  # their gradient
     ]
     documents = 2 * (len(case.documents) + 1)
-    assert over_sequence == [Collective("allreduce", (0, 2), documents, "torch.float64")] * 2
+    assert over_sequence == [Collective("all_reduce", (0, 2), documents, "torch.float64")] * 2
 
 
 def _mismatch(sizes: dict[str, int]) -> str:

@@ -1,0 +1,114 @@
+"""What `fastrl estimate` says of parameters and collectives is what ranks hold and send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fastrl import BatchCounts, Document, LlamaConfig, TokenBatch
+from fastrl.cli import main
+from fastrl.config.training import ParallelConfig
+from fastrl.models.llama import Llama
+from fastrl.models.micro_sequences import backward_in_pieces
+from fastrl.models.parallelize import parallelize_llama, reduce_gradients
+from fastrl.training.estimate import Shapes, Weights, collectives
+from tests.distributed.collectives import CollectiveRecord
+from tests.distributed.layouts import Ranks
+from tests.distributed.ranks import RankPool, rank_mesh
+from tests.training.runs import write_tiny
+
+TOKENS = 64
+MODEL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head": {"losses": {"policy": {"type": "grpo"}}, "strategy": "recompute", "metrics": False},
+}
+CASES = {
+    "sdp2": {"sequence_data": 2},
+    "sdp2_ms2": {"sequence_data": 2, "micro_sequences": 2},
+    "tp2": {"tensor": 2},
+    "stp2": {"tensor": 2, "sequence_parallel": True},
+    "fsdp2": {"data": 2, "fully_sharded": True},
+    "fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
+    "fsdp2_stp2": {"data": 2, "tensor": 2, "sequence_parallel": True, "fully_sharded": True},
+}
+
+
+def record(config: ParallelConfig, model: LlamaConfig) -> tuple[int, dict[tuple[str, str], int]]:
+    """Parameters on this rank, and the bytes of its collectives by axis and name."""
+    mesh = rank_mesh(config.data, config.sequence_data, config.tensor)
+    llama = Llama(model)
+    groups = parallelize_llama(
+        llama,
+        mesh,
+        sequence_parallel=config.sequence_parallel,
+        fully_sharded=config.fully_sharded,
+    )
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in llama.parameters()]
+    tokens = [number % 40 for number in range(TOKENS)]
+    # A label at every token but the last.
+    document = Document(tokens=tokens, prompt_length=1, logprobs=[-3.0] * 63, advantage=1.0)
+    batch = TokenBatch.from_documents([document])
+    options = {"layout": config.sequence_layout, "counts": BatchCounts.of([batch], groups)}
+    pieces = batch.to_kwargs(groups, config.micro_sequences, **options)  # type: ignore[arg-type]
+    joined = batch.to_kwargs(groups, config.micro_sequences, join=True, **options)  # type: ignore[arg-type]
+    with CollectiveRecord() as recorded:
+        if len(pieces) > 1:
+            backward_in_pieces(llama, pieces, joined[0])
+        else:
+            loss = llama(pieces[0]).loss
+            assert loss is not None
+            loss.backward()
+        reduce_gradients(llama)
+    tensor_ranks = tuple(range(config.tensor))
+    sent: Counter[tuple[str, str]] = Counter()
+    for call in recorded.calls:
+        if call.dtype == "torch.float32":  # not the positions, which are small
+            axis = "tensor" if config.tensor > 1 and call.ranks == tensor_ranks else "others"
+            sent[axis, call.name] += 4 * call.num_elements
+    return sum(tensor.numel() for tensor in held), dict(sent)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) -> None:
+    config = ParallelConfig.model_validate(CASES[name])
+    model = LlamaConfig.model_validate(MODEL)
+    layout = Ranks(config.data, config.sequence_data, config.tensor)
+    num_parameters, sent = ranks(record, layout.world_size, config, model)[0]
+    shapes = Shapes.of(config, TOKENS, "float32")
+    weights = Weights.of(model, config.tensor)
+    assert num_parameters == pytest.approx(weights.total / shapes.shards, rel=0.02)
+    expected: Counter[tuple[str, str]] = Counter()
+    for call in collectives(model, config, shapes):
+        axis = "tensor" if call.axis == "tensor" else "others"
+        expected[axis, call.name] += call.num_bytes * call.count
+    assert sent.keys() == expected.keys()
+    for key, num_bytes in expected.items():
+        # The last token has no label; norms are not counted; FSDP2 pads.
+        assert sent[key] == pytest.approx(num_bytes, rel=0.04), key
+
+
+def test_the_model_has_as_many_parameters() -> None:
+    for tied in (False, True):
+        bias = {"tie_word_embeddings": tied, "attention_bias": tied, "mlp_bias": tied}
+        model = LlamaConfig.model_validate(MODEL | bias)
+        with torch.device("meta"):
+            llama = Llama(model)
+        assert Weights.of(model, 1).total == sum(p.numel() for p in llama.parameters())
+
+
+def test_the_command_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_tiny(tmp_path))
+    assert main(["estimate", config, "--tokens", "4096", "parallel.sequence_data=2"]) == 0
+    text = capsys.readouterr().out
+    assert "4096 tokens a packed sequence, on 2 ranks" in text
+    assert "optimizer states (AdamW)" in text
+    assert "sequence_data: all_gather of keys and values" in text

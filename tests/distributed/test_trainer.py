@@ -1,0 +1,102 @@
+"""`fastrl train` under torchrun: the run of one process on any layout; errors end the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastrl.cli import main
+from tests.training.runs import final_weights, write_tiny
+
+ROOT = Path(__file__).parent.parent.parent
+# GSPO on documents of a few tokens, so that every cut of the packed sequence cuts some.
+CHANGES = {"evaluation": {"every": 20}}
+OVERRIDES = ["phases.1.steps=2", "phases.1.losses.policy.type=gspo"]
+LAYOUTS = {
+    "fsdp2": ["parallel.data=2", "parallel.fully_sharded=true"],
+    "sdp2_ms2": ["parallel.sequence_data=2", "parallel.micro_sequences=2"],
+    "stp2": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
+}
+
+
+def torchrun(num_processes: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(num_processes), "-m", module),
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    timing = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in timing} for record in records]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_process")
+    config = str(write_tiny(folder, CHANGES))
+    assert main(["train", config, "--run-dir", str(folder / "run"), *OVERRIDES]) == 0
+    last_phase = [record for record in metrics(folder / "run") if record["phase"] == "rl"]
+    assert any(record.get("grad_norm", 0) > 0.1 for record in last_phase)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_over_processes_is_that_of_one(tmp_path: Path, one_process: Path, name: str) -> None:
+    config, run = str(write_tiny(tmp_path, CHANGES)), tmp_path / "run"
+    arguments = ["train", config, "--run-dir", str(run), *OVERRIDES, *LAYOUTS[name]]
+    done = torchrun(2, "fastrl", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out reward: ") == 1  # rank 0 alone prints
+    for actual, expected in zip(metrics(run), metrics(one_process), strict=True):
+        assert actual.pop("phase") == expected.pop("phase")
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    weights, expected_weights = final_weights(run), final_weights(one_process)
+    assert weights.keys() == expected_weights.keys()
+    for key, weight in expected_weights.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-8)
+
+
+def test_a_failing_rank_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
+    config = str(write_tiny(tmp_path))
+    start = time.monotonic()
+    done = torchrun(
+        2,
+        "tests.distributed.failing_train",
+        *("train", config, "--run-dir", str(tmp_path / "run"), "parallel.data=2"),
+    )
+    assert done.returncode != 0
+    assert "RuntimeError: a fault of rank 1 alone" in done.stderr
+    assert time.monotonic() - start < 60 + 60  # a minute after the start of its processes
+
+
+def test_a_wrong_number_of_processes_is_one_clear_error(tmp_path: Path) -> None:
+    config = str(write_tiny(tmp_path))
+    done = torchrun(
+        2, "fastrl", "train", config, "--run-dir", str(tmp_path / "run"), "parallel.data=3"
+    )
+    assert done.returncode != 0
+    message = (
+        "fastrl: error: `parallel` must have sizes that multiply to the number of processes, 2"
+    )
+    assert done.stderr.count(message) == 2
+    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
