@@ -447,6 +447,11 @@ class RunConfig(Config):
             for name, loss in losses.items():
                 _check_loss(f"`phases.{index}` loss `{name}`", loss, self.model.head)
             from_files = phase.type == "rl" and phase.rollouts.type == "files"
+            if phase.type == "rl" and not from_files and self.model.head.keep is not None:
+                raise ValueError(
+                    f"{where} samples from the whole vocabulary, so `model.head.keep` must not be"
+                    " given; it is for `rollouts` of type `files` whose sampler kept a part"
+                )
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
         names = [self.phase_name(index) for index in range(len(self.phases))]

@@ -48,6 +48,7 @@ def _error(
         ("phases.1.losses={a: {type: cross_entropy}}", "must have a policy-gradient loss such as"),
         ("phases.1.losses.policy.max_staleness=1", "`max_staleness` has no effect"),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
+        ("model.head.keep.top_k=5", "samples from the whole vocabulary, so `model.head.keep`"),
         ("phases.1.name=supervised", "`phases` must have different names"),
         ("phases.1.rollouts={type: files, paths: []}", "`phases.1.rollouts.paths`"),
         ("phases.1.rollouts.documents_per_step=3", "it belongs to type `files`"),
