@@ -66,6 +66,20 @@ def test_rewards_are_the_verifiers() -> None:
     assert rewards == [1, 1, 1, 1, 0.5, 0, 0, 0]  # reasoning-gym: 2 of 4 characters are the answer
 
 
+def test_the_verifier_gets_the_stripped_answer_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = _environment()
+    answers = []
+
+    def score_answer(answer: str | None, entry: dict[str, Any]) -> float:
+        answers.append(answer)
+        return 0.25
+
+    monkeypatch.setattr(environment._verifier, "score_answer", score_answer)
+    rewards = [environment.score(environment.train[0], answer) for answer in (" 7 \n", "", None)]
+    assert answers == ["7", "", None]
+    assert rewards == [0.25] * 3
+
+
 def test_the_prompt_is_the_pattern_in_the_template() -> None:
     prompt = _environment(prompt="Q {question} A").train[0].prompt
     assert prompt.startswith("Q ")
