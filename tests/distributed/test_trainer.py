@@ -99,4 +99,4 @@ def test_a_wrong_number_of_processes_is_one_clear_error(tmp_path: Path) -> None:
         "fastrl: error: `parallel` must have sizes that multiply to the number of processes, 2"
     )
     assert done.stderr.count(message) == 2
-    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
+    assert done.stderr.count("Traceback") == 1  # torchrun's own
