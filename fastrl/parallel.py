@@ -120,6 +120,13 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
+def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """As `reduce_scatter_first_dim`, under way: `wait` before the part is used."""
+    part = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
+    work = _reduce_scatter(part, tensor, group=group, async_op=True)
+    return work, part
+
+
 class _AllReduceSum(torch.autograd.Function):
     """Sum over groups; every rank's loss depends on the sum, so gradients are summed as well."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastrl.functional.matmul import compute_dtype
 from fastrl.functional.problem import HeadProblem
 from fastrl.kernels import can_run
-from fastrl.parallel import reduce_scatter_first_dim
+from fastrl.parallel import start_reduce_scatter
 
 
 class HiddenGradient:
@@ -17,7 +17,8 @@ class HiddenGradient:
 
     Rows of partial sums over the vocabulary are all-reduced over `tp`, as compact and unrounded
     rows: fewer bytes than [T, D], and one rounding in all. Where the hidden states are sharded over
-    `sp` as well, all [T, D] of them are reduced and scattered at the end.
+    `sp` as well, all [T, D] of them are reduced and scattered at the end. Both run beside what
+    comes after `write`, the product for the weight's gradient.
     """
 
     def __init__(self, problem: HeadProblem, hidden_states: Tensor) -> None:
@@ -30,6 +31,8 @@ class HiddenGradient:
             dtype=compute_dtype(self._dtype) if self._splits_tokens else self._dtype,
             device=hidden_states.device,
         )
+        self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values
+        self._part: tuple[dist.Work, Tensor] | None = None  # with this rank's slice
 
     def write(
         self,
@@ -38,11 +41,41 @@ class HiddenGradient:
         factors: Tensor | None = None,  # [R] in compute_dtype
     ) -> None:
         """Sets the rows to factors[:, None] * values; destroys `values`."""
-        if self._groups.tp is not None and not self._splits_tokens:
-            if factors is not None:
-                values.mul_(factors[:, None])
-                factors = None
-            dist.all_reduce(values, group=self._groups.tp)
+        if self._groups.tp is None or self._splits_tokens:
+            self._scatter(rows, values, factors)
+            return
+        self._receive()
+        if factors is not None:
+            values.mul_(factors[:, None])
+        work = dist.all_reduce(values, group=self._groups.tp, async_op=True)
+        assert work is not None
+        self._sending = (work, rows, values)
+
+    def end(self) -> None:
+        """Says that all rows are written, so that they can be sent while other work goes on."""
+        if self._splits_tokens and self._part is None:
+            assert self._groups.sp is not None
+            self._part = start_reduce_scatter(self._total, self._groups.sp)
+
+    def finish(self) -> Tensor:
+        """The gradient of this rank's hidden states."""
+        self.end()
+        if self._part is not None:
+            work, part = self._part
+            work.wait()
+            return part.to(self._dtype)
+        self._receive()
+        return self._total
+
+    def _receive(self) -> None:
+        """Puts the rows that were sent last in their place."""
+        if self._sending is not None:
+            work, rows, values = self._sending
+            work.wait()
+            self._scatter(rows, values, None)
+            self._sending = None
+
+    def _scatter(self, rows: Tensor, values: Tensor, factors: Tensor | None) -> None:
         if can_run(values):
             from fastrl.kernels.row_scaling import scatter_scaled_rows
 
@@ -50,10 +83,3 @@ class HiddenGradient:
             return
         assert factors is None, "only kernels leave factors"
         self._total.index_copy_(0, rows, values.to(self._total.dtype))
-
-    def finish(self) -> Tensor:
-        """The gradient of this rank's hidden states."""
-        if not self._splits_tokens:
-            return self._total
-        assert self._groups.sp is not None
-        return reduce_scatter_first_dim(self._total, self._groups.sp).to(self._dtype)

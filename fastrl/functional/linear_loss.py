@@ -164,6 +164,8 @@ class _SinglePass:
         grad_logits = logits.gradient(statistics, gradients)
         if self.grad_hidden is not None:
             self.grad_hidden.write(rows, grad_logits.times(self.weight), grad_logits.factors)
+            if stop == self.rows.shape[0]:
+                self.grad_hidden.end()
         if self.grad_weight is not None and self.has_one_chunk:
             grad_logits.transposed_times(hidden, out=self.grad_weight)
         elif self.grad_weight is not None:
