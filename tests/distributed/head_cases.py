@@ -18,8 +18,10 @@ from fastrl.layers.language_model_head import LanguageModelHead
 from fastrl.layers.losses import add_metrics, reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 from tests.distributed.layouts import Ranks
+from tests.distributed.ranks import rank_device
 
 UPSTREAM = 0.7
+CPU = torch.device("cpu")
 COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 
@@ -166,14 +168,18 @@ def hidden_states(case: DocumentCase, numbers: list[int], length: int) -> Tensor
     return torch.cat([packed, filler])
 
 
-def in_float64(kwargs: BatchKwargs) -> BatchKwargs:
+def in_float64(kwargs: BatchKwargs, device: torch.device = CPU) -> BatchKwargs:
     """The batch with float64 columns, so that nothing is summed in fp32."""
     vectors = {name: getattr(kwargs, name).double() for name in (*COLUMNS, "label_counts")}
-    return kwargs.replace(**vectors)
+    return kwargs.replace(**vectors).to(device)
 
 
 def build_head(
-    case: DocumentCase, run: HeadRun, groups: ParallelGroups | None, vocabulary_parallel: bool
+    case: DocumentCase,
+    run: HeadRun,
+    groups: ParallelGroups | None,
+    vocabulary_parallel: bool,
+    device: torch.device = CPU,
 ) -> LanguageModelHead:
     """The head with this rank's rows of the case's weights."""
     config = LanguageModelHeadConfig(
@@ -188,7 +194,7 @@ def build_head(
         vocabulary_parallel=vocabulary_parallel,
         softcap=5.0,
     )
-    head = LanguageModelHead(config, groups, dtype=torch.float64)
+    head = LanguageModelHead(config, groups, dtype=torch.float64, device=device)
     weight, bias = case.weights()
     rows = slice(*vocab_shard(len(weight), group_rank(head.groups.tp), group_size(head.groups.tp)))
     with torch.no_grad():
@@ -201,30 +207,33 @@ def build_head(
 def run_on_rank(case_name: str, run: HeadRun, layout: Ranks) -> RankResult:
     """This rank's part of the case, forward and backward, on a rank of the pool."""
     case, groups = CASES[case_name], layout.groups()
-    head = build_head(case, run, groups, layout.vocabulary_parallel)
+    head = build_head(case, run, groups, layout.vocabulary_parallel, rank_device())
     first = group_rank(groups.dp) * run.micro_batches
     mine = buckets(case, layout.data * run.micro_batches)[first : first + run.micro_batches]
     batches = [pack(case, numbers, run, 1) for numbers in mine]
     counts = BatchCounts.of(batches, groups)
     losses, grads, metrics, strategies = [], [], [], []
     for numbers, batch in zip(mine, batches, strict=True):
-        kwargs = in_float64(batch.to_kwargs(groups, layout=layout.layout, counts=counts)[0])
+        (kwargs,) = batch.to_kwargs(groups, layout=layout.layout, counts=counts)
+        kwargs = in_float64(kwargs, rank_device())
         hidden = local_hidden(case, numbers, kwargs, groups, layout).requires_grad_()
         output = head(hidden, kwargs)
         assert output.loss is not None
         (output.loss * UPSTREAM).backward()
         assert hidden.grad is not None
         losses.append(output.loss.detach())
-        grads.append(hidden.grad)
+        grads.append(hidden.grad.cpu())
         metrics.append(output.metrics)
         strategies.append(output.strategy)
     assert head.weight.grad is not None
+    bias_grad = None if head.bias is None else head.bias.grad
+    totals = reduce_metrics(add_metrics(metrics), head.loss_groups)
     return RankResult(
-        torch.stack(losses).sum(),
+        torch.stack(losses).sum().cpu(),
         grads,
-        head.weight.grad,
-        None if head.bias is None else head.bias.grad,
-        reduce_metrics(add_metrics(metrics), head.loss_groups),
+        head.weight.grad.cpu(),
+        None if bias_grad is None else bias_grad.cpu(),
+        {name: value.cpu() for name, value in totals.items()},
         strategies,
     )
 
@@ -241,7 +250,8 @@ def local_hidden(
     length = kwargs.num_tokens * size
     slots = shard_slots(length, rank=group_rank(groups.sdp), size=size, layout=layout.layout)[0]
     hidden = hidden_states(case, numbers, length)[slots]
-    return hidden.chunk(group_size(groups.sp))[group_rank(groups.sp)].clone()
+    hidden = hidden.chunk(group_size(groups.sp))[group_rank(groups.sp)]
+    return hidden.clone().to(rank_device())
 
 
 @cache

@@ -18,7 +18,7 @@ from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import parallelize_llama, reduce_gradients
 from fastrl.parallel import ParallelGroups, group_rank, group_size
 from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import rank_mesh
+from tests.distributed.ranks import rank_device, rank_mesh
 
 CONFIGS = Path(__file__).parent / "configs"
 NUM_STEPS = 3
@@ -39,6 +39,7 @@ class Variant:
     tied: bool = False
     checkpointing: bool = False
     clips: bool = True
+    head_dim: int = 8
 
 
 ZIGZAG = Ranks(sequence_data=2, layout="zigzag")
@@ -116,7 +117,8 @@ def documents(step: int) -> list[Document]:
 def train(config_name: str, variant: Variant) -> Training | None:
     """Trains on this rank; rank 0 answers for all."""
     torch.manual_seed(11)
-    llama = Llama(variant_config(config_name, variant), dtype=torch.float32)
+    # Drawn on the CPU, so that a GPU begins with the same weights.
+    llama = Llama(variant_config(config_name, variant), dtype=torch.float32).to(rank_device())
     layout = variant.ranks
     groups = ParallelGroups()
     if layout.world_size > 1 or variant.fully_sharded:
@@ -150,6 +152,7 @@ def variant_config(config_name: str, variant: Variant) -> LlamaConfig:
         f"activation_checkpointing={str(variant.checkpointing).lower()}",
         f"head.vocabulary_parallel={str(variant.ranks.vocabulary_parallel).lower()}",
     ]
+    overrides.append(f"head_dim={variant.head_dim}")
     if not variant.clips:
         overrides += [f"head.losses.policy.epsilon_{side}=1.0" for side in ("low", "high")]
     if variant.chunk_size is not None:
@@ -170,7 +173,7 @@ def forward_backward(
     counts = BatchCounts.of(batches, groups)
     metrics = []
     for batch in batches:
-        options = {"layout": variant.ranks.layout, "counts": counts}
+        options = {"layout": variant.ranks.layout, "counts": counts, "device": rank_device()}
         pieces = batch.to_kwargs(groups, variant.micro_sequences, **options)  # type: ignore[arg-type]
         output: HeadOutput
         if variant.micro_sequences > 1:
@@ -187,4 +190,4 @@ def forward_backward(
 
 def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()

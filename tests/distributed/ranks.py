@@ -183,10 +183,21 @@ def _serve(
             connection.send_bytes(pickle.dumps((error, result)))
 
 
+def rank_device() -> torch.device:
+    """The device of a rank: a GPU under NCCL, as `tests.gpu.nccl_matrix` has it."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 @cache
 def rank_mesh(data: int, sequence_data: int, tensor: int) -> DeviceMesh:
     """The mesh of all ranks, made once; to be called on a rank, and on all of them."""
-    return device_mesh(data=data, sequence_data=sequence_data, tensor=tensor, device_type="cpu")
+    return device_mesh(
+        data=data,
+        sequence_data=sequence_data,
+        tensor=tensor,
+        device_type=rank_device().type,
+    )
 
 
 @cache

@@ -35,13 +35,18 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(
-    what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], is_bf16: bool
+    what: str,
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float,
+    parameter_tolerance: float | None = None,
 ) -> None:
+    """Holds all tensors together to `tolerance`, relative, and each to its own."""
     assert actual.keys() == expected.keys()
     worst = max((relative(actual[name], expected[name]), name) for name in expected)
-    assert worst[0] < (BF16_PARAMETER_TOLERANCE if is_bf16 else FP32_TOLERANCE), (what, worst)
+    assert worst[0] < (parameter_tolerance or tolerance), (what, worst)
     together = relative(flat(actual), flat(expected))
-    assert together < (BF16_TOLERANCE if is_bf16 else FP32_TOLERANCE), (what, together)
+    assert together < tolerance, (what, together)
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
@@ -57,11 +62,12 @@ def test_three_steps_equal_those_of_one_process(
     actual = ranks(train, variant.ranks.world_size, config_name, variant)[0]
     expected = simple(config_name, variant.tied, variant.clips)
     is_bf16 = variant.compute_dtype is not None
+    tolerances = (BF16_TOLERANCE, BF16_PARAMETER_TOLERANCE) if is_bf16 else (FP32_TOLERANCE,)
     loss_tolerance = BF16_LOSS_TOLERANCE if is_bf16 else FP32_TOLERANCE
     assert actual.losses == pytest.approx(expected.losses, rel=loss_tolerance, abs=loss_tolerance)
     for step in range(NUM_STEPS):
-        assert_close(f"gradient {step}", actual.grads[step], expected.grads[step], is_bf16)
-    assert_close("weights", actual.weights, expected.weights, is_bf16)
+        assert_close(f"gradient {step}", actual.grads[step], expected.grads[step], *tolerances)
+    assert_close("weights", actual.weights, expected.weights, *tolerances)
     if not is_bf16:
         for mine_metrics, their_metrics in zip(actual.metrics, expected.metrics, strict=True):
             assert mine_metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-5)
