@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_dataclass
 
 from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs
@@ -64,6 +65,10 @@ class HeadOutput:
     entropy: Tensor | None  # [T]
     strategy: str | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+
+
+# FSDP2 looks for the tensors of a module's output in it; before torch 2.13 only in known classes.
+register_dataclass(HeadOutput)
 
 
 class LanguageModelHead(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.scaling_table import table
 from fastrl import BatchCounts, Document, LlamaConfig, TokenBatch
 from fastrl.cli import main
 from fastrl.config.training import ParallelConfig
@@ -112,3 +113,8 @@ def test_the_command_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFi
     assert "4096 tokens a packed sequence, on 2 ranks" in text
     assert "optimizer states (AdamW)" in text
     assert "sequence_data: all_gather of keys and values" in text
+
+
+def test_the_table_of_the_docs_is_what_the_formulas_say() -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
+    assert table() in page.read_text(encoding="utf-8")
