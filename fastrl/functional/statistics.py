@@ -68,10 +68,11 @@ def merge_running_statistics(
     """Running statistics of the union of disjoint parts of the vocabulary."""
     maximum = parts[:, MAX].amax(0)
     shift = parts[:, MAX] - finite_or_zero(maximum)
-    scale = shift.exp()
-    sum_exp = parts[:, SUM_EXP] * scale
+    # Twice, since m may be a reference below the maximum: the scale alone could underflow.
+    root = (shift * 0.5).exp()
+    sum_exp = parts[:, SUM_EXP] * root * root
     # An empty part has shift -inf and sum 0: its product would be NaN.
-    shifted = parts[:, SUM_SHIFTED] * scale + torch.where(sum_exp > 0, shift * sum_exp, 0)
+    shifted = parts[:, SUM_SHIFTED] * root * root + torch.where(sum_exp > 0, shift * sum_exp, 0)
     return torch.stack([maximum, sum_exp.sum(0), shifted.sum(0), parts[:, LABEL].amax(0)])
 
 

@@ -22,11 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels import linear
+from fastrl.kernels.linear_kernel import nearest_reference
 from fastrl.kernels.transform import LN_2, LOG2_E, as_fp32
 
 # |n| is at least this times |g_logprob|: below, the part of p is lost in rounding anyway, and
 # g_logprob / n would overflow.
-SMALLEST_RATIO = tl.constexpr(2.0**-40)
+SMALLEST_RATIO = tl.constexpr(2.0**-20)
+# log2 of a vocabulary's size is less than this: so far the log-sum-exp can lie above all logits.
+MOST_BITS = tl.constexpr(20.0)
 
 
 def finish_exponentials(
@@ -158,10 +161,11 @@ def _finish_kernel(
         references = tl.load(partials + tiles * part_stride, mask=mask, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(references, 0))
         smallest = tl.minimum(smallest, tl.min(tl.where(mask, references, float("inf")), 0))
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
     log_normaliser = tl.load(logsumexp + row)
     # A row of -inf alone has q = 0 and no distribution.
     log_normaliser = tl.where(log_normaliser == float("-inf"), 0.0, log_normaliser)
+    # The row's largest logits may be another rank's: e^(lse - reference) must not overflow.
+    largest = tl.maximum(largest, nearest_reference(log_normaliser * LOG2_E - MOST_BITS) * LN_2)
     g_logprob = tl.load(grad_logprobs + row * grad_logprobs_stride).to(tl.float32)
     constant = -g_logprob
     if HAS_GRAD_LOGSUMEXP:
@@ -182,7 +186,9 @@ def _finish_kernel(
             tiles = (columns // TILE).to(tl.int64)
             reference = tl.load(partials + tiles * part_stride, mask=mask, other=0.0)
             values = tl.load(exponentials + columns, mask=mask, other=0.0).to(tl.float32)
-            scaled = values * tl.exp2((reference - largest) * LOG2_E)
+            # Steps of 128: by halves, since values may be large where 2^-128 underflows.
+            root = tl.exp2(tl.floor((reference - largest) * (0.5 * LOG2_E) + 0.5))
+            scaled = values * root * root
             if HAS_GRAD_ENTROPY:
                 log_p = tl.log2(values) * LN_2 + (reference - log_normaliser)
                 scaled *= (constant - g_entropy * tl.where(values > 0, log_p, 0.0)) * inverse

@@ -152,7 +152,7 @@ def linear_kernel(
                 is_empty = top == float("-inf")
                 reference = top
                 if EPILOGUE == EXPONENTIALS:
-                    reference = tl.floor(top * (1.0 / REFERENCE_STEP) + 0.5) * REFERENCE_STEP
+                    reference = nearest_reference(top)
                 reference = tl.where(is_empty, 0.0, reference)
                 shifted = x - reference[:, None]
                 if first + BLOCK_V > num_columns:
@@ -171,6 +171,12 @@ def linear_kernel(
                         exponential *= cap_slope
                     _store_halves(output, exponential, tile_r * BLOCK_R, first)
             product = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+
+
+@triton.jit
+def nearest_reference(x):
+    """The reference of a largest logit x, both in units of log 2."""
+    return tl.floor(x * (1.0 / REFERENCE_STEP) + 0.5) * REFERENCE_STEP
 
 
 @triton.jit

@@ -69,16 +69,20 @@ def _merge_kernel(
         part_sum = tl.load(address + num_rows, mask=mask, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        # Square roots of the scales, applied twice: a part whose reference lies far below another's
+        # can hold the larger logits, and its scale alone would underflow.
         old_shift = maximum - shift
-        old_scale = tl.exp2(old_shift * LOG2_E)
+        old_root = tl.exp2(old_shift * (0.5 * LOG2_E))
         part_shift = part_maximum - shift[None, :]
-        part_scale = tl.exp2(part_shift * LOG2_E)
-        part_sum *= part_scale
-        sum_exp *= old_scale
+        part_root = tl.exp2(part_shift * (0.5 * LOG2_E))
+        part_sum = part_sum * part_root * part_root
+        sum_exp = sum_exp * old_root * old_root
         if ENTROPY:
-            part_u = tl.load(address + 2 * num_rows, mask=mask, other=0.0) * part_scale
+            part_u = tl.load(address + 2 * num_rows, mask=mask, other=0.0)
+            part_u = part_u * part_root * part_root
             part_u += tl.where(part_sum > 0, part_shift * part_sum, 0.0)
-            sum_shifted = sum_shifted * old_scale + tl.where(sum_exp > 0, old_shift * sum_exp, 0.0)
+            sum_shifted = sum_shifted * old_root * old_root
+            sum_shifted += tl.where(sum_exp > 0, old_shift * sum_exp, 0.0)
             sum_shifted += tl.sum(part_u, 0)
         sum_exp += tl.sum(part_sum, 0)
         maximum = new_maximum

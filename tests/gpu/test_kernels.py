@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.row_ops import RowGradients, VocabularyTile
-from fastrl.functional.statistics import LABEL, TokenStatistics
+from fastrl.functional.statistics import LABEL
 from fastrl.kernels import can_run_fused
 from fastrl.kernels.exponentials import finish_exponentials
 from fastrl.kernels.linear import linear_exponentials, linear_gradient, linear_statistics
@@ -125,7 +125,7 @@ def test_products_with_epilogues(case: TileCase, dtype: torch.dtype) -> None:
         if dtype == torch.bfloat16 and not (entropy and case.softcap is not None):
             result = exponentials(
                 memory.fill_(torch.nan)[:, :columns], hidden, weight, labels, case, tile,
-                statistics, gradients,
+                truth, gradients,
             )  # fmt: skip
             assert relative_error(result, expected) < 4e-3 + tolerance(case)
             assert (result[:, case.num_columns :] == 0).all()
@@ -138,7 +138,7 @@ def exponentials(
     labels: Tensor,
     case: TileCase,
     tile: VocabularyTile,
-    statistics: TokenStatistics,
+    truth: Tensor,
     gradients: RowGradients,
 ) -> Tensor:
     """The gradient of the products by way of exponentials, multiplied out."""
@@ -146,12 +146,33 @@ def exponentials(
     partials = linear_exponentials(
         running, output, hidden, weight, labels, entropy=True, **arguments
     )
+    check(running, truth, case)
+    statistics = finished(truth)
     del arguments["bias"]
     factors = finish_exponentials(
         output, partials, running[LABEL], labels, statistics.logsumexp, statistics.entropy,
         gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
     )  # fmt: skip
     return output.double() * factors.double()[:, None]
+
+
+def test_two_logits_on_either_side_of_where_the_reference_changes() -> None:
+    """64 log 2 = 44.36: the larger logit's reference is 2^128, the smaller one's 1."""
+    hidden = torch.zeros(128, 64, dtype=torch.bfloat16)
+    hidden[:, 0] = 1.0
+    weight = torch.zeros(1024, 64, dtype=torch.bfloat16)
+    weight[3, 0], weight[700, 0] = 44.25, 44.5
+    case = TileCase("edge", num_rows=128, num_columns=1024, spread=44.0)
+    if not can_run_fused(hidden, weight):
+        pytest.skip("not on this GPU")
+    labels, tile = torch.full((128,), 3), case.tile()
+    products = hidden.double() @ weight.double().t()
+    truth = true_statistics(running_of(case), products, labels, case, tile)
+    gradients = RowGradients(torch.ones(128), None, None)
+    output = torch.empty(128, 1024, dtype=torch.bfloat16)
+    result = exponentials(output, hidden, weight, labels, case, tile, truth, gradients)
+    expected = true_gradient(products, labels, finished(truth), gradients, case, tile)
+    assert relative_error(result, expected) < 4e-3
 
 
 def test_small_passes() -> None:

@@ -1,5 +1,6 @@
 """Products with epilogues against dense float64 products, in Triton's interpreter."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,15 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.row_ops import RowGradients
-from fastrl.functional.statistics import LABEL
+from fastrl.functional.statistics import (
+    LABEL,
+    SUM_EXP,
+    SUM_SHIFTED,
+    merge_running_statistics,
+)
 from fastrl.kernels import linear
 from fastrl.kernels.exponentials import finish_exponentials
+from fastrl.kernels.merge import merge_partial_statistics
 from tests.kernels.cases import (
     BF16,
     TILE_CASES,
@@ -162,6 +169,62 @@ def test_exponentials_of_a_gradient_without_p() -> None:
     result, truth, _, _ = exponentials(case, False, RowGradients(ones, None, ones.clone()))
     assert relative_error(result, truth) < 1e-5
     assert (result[4:] == 0).all()
+
+
+def test_a_part_with_a_far_lower_reference_can_hold_the_larger_logits() -> None:
+    """The scale between the references, 2^-192, is no fp32 number."""
+    step = 192 * math.log(2)
+    parts = torch.tensor([[0.0, 2.0**120, 2.0**118], [step, 2.0**-66, 2.0**-64]])[:, :, None]
+    running = new_running(1)
+    merge_partial_statistics(running, parts.contiguous(), entropy=True)
+    truth = merge_running_statistics(
+        torch.cat([parts, parts.new_full((2, 1, 1), -torch.inf)], 1).double()
+    )
+    expected = finished(truth).logsumexp
+    assert expected.item() == pytest.approx(math.log(2.0**126 + 2.0**120))
+    torch.testing.assert_close(finished(running).logsumexp, expected.float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(running[SUM_SHIFTED], truth[SUM_SHIFTED].float())
+    rounded = merge_running_statistics(torch.cat([parts, parts.new_full((2, 1, 1), -torch.inf)], 1))
+    torch.testing.assert_close(rounded[SUM_EXP], truth[SUM_EXP].float())
+    torch.testing.assert_close(rounded[SUM_SHIFTED], truth[SUM_SHIFTED].float())
+
+
+def finish_by_hand(
+    exponentials: Tensor,  # [1, 2 tiles]
+    references: list[float],  # in units of log 2
+    label: int,
+    logsumexp: float,
+) -> Tensor:
+    """The gradient [1, S] of one label's log-probability."""
+    partials = torch.zeros(len(references), 3, 1)
+    partials[:, 0, 0] = torch.tensor(references) * math.log(2)
+    value = exponentials[0, label].double().log2().item() + references[label // SMALL.columns]
+    factors = finish_exponentials(
+        exponentials, partials, torch.tensor([value * math.log(2)]), torch.tensor([label]),
+        torch.tensor([logsumexp * math.log(2)]), None, torch.ones(1), None, None, first_column=0,
+        num_columns=exponentials.shape[1], temperature=1.0, softcap=None, logit_scale=1.0,
+    )  # fmt: skip
+    return exponentials.double() * factors.double()[:, None]
+
+
+def test_exponentials_of_a_far_lower_reference_can_be_the_larger() -> None:
+    exponentials = torch.zeros(1, 2 * SMALL.columns, dtype=torch.bfloat16)
+    exponentials[0, 1], exponentials[0, 2], exponentials[0, -1] = 2.0**120, 2.0**119, 2.0**-66
+    gradient = finish_by_hand(exponentials, [0.0, 192.0], label=2, logsumexp=127.0)
+    expected = torch.zeros_like(gradient)
+    expected[0, 1], expected[0, 2], expected[0, -1] = -(2.0**-7), 1 - 2.0**-8, -0.5
+    assert relative_error(gradient, expected) < BF16
+    torch.testing.assert_close(gradient[0, 1], expected[0, 1], rtol=BF16, atol=0)
+
+
+@pytest.mark.parametrize("above", [10.0, 90.0, 600.0])
+def test_exponentials_of_a_shard_far_below_the_largest_logit(above: float) -> None:
+    """Another rank's logits are so much larger that e^(lse - reference) of this one overflows."""
+    exponentials = torch.full((1, 2 * SMALL.columns), 0.5, dtype=torch.bfloat16)
+    gradient = finish_by_hand(exponentials, [0.0, 0.0], label=3, logsumexp=above)
+    expected = torch.full_like(gradient, -(2.0 ** (-1 - above)))
+    expected[0, 3] += 1
+    assert relative_error(gradient, expected) < BF16
 
 
 def test_misaligned_operands_are_copied() -> None:
