@@ -162,7 +162,8 @@ class HeadOptions(Config):
     strategy: Literal["auto", "recompute", "single_pass"] = "auto"
     """`recompute`: logits a second time in the backward, any loss. `single_pass`: loss and
     gradients chunk by chunk, logits once. `auto`: `single_pass` where the loss and
-    `max_logits_bytes` permit it."""
+    `max_logits_bytes` permit it, and not in fp16: there the gradient of the logits would be rounded
+    before the loss scale is known."""
 
     chunk_size: int | None = Field(default=None, gt=0)
     """Most rows of logits that may exist at a time; bounded by `max_logits_bytes` alone by

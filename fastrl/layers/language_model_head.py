@@ -271,7 +271,9 @@ class LanguageModelHead(nn.Module):
         needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
         problem = self._problem(hidden_states, batch, wants_all or "entropy" in needs, rows)
         itemsize = chunk_itemsize(hidden_states, self.local_weight)
-        chunk_ends = single_pass_chunks(self.config, self.groups, batch, active, losses, itemsize)
+        chunk_ends = single_pass_chunks(
+            self.config, self.groups, batch, active, losses, hidden_states.dtype, itemsize
+        )
         metrics: dict[str, Tensor] = {}
         if chunk_ends is not None and self._needs_gradient(hidden_states):
             compact = batch.select(active.index)

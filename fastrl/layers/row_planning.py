@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.linear_statistics import STATISTIC_NAMES
@@ -69,12 +71,13 @@ def single_pass_chunks(
     batch: BatchKwargs,
     rows: RowSet,
     losses: Losses,
+    dtype: torch.dtype,
     itemsize: int,
 ) -> list[int] | None:
     """Ends of the chunks of `single_pass`, or None for `recompute`.
 
     Decided by facts that all ranks share which take part in the head's collectives. A chunk's
-    logits take `itemsize` bytes an element.
+    logits take `itemsize` bytes an element, hidden states and weight are of `dtype`.
     """
     if config.strategy == "recompute":
         return None
@@ -100,8 +103,8 @@ def single_pass_chunks(
             f"`strategy: single_pass` must have all that a loss needs in a chunk for the losses"
             f" {list(losses)}, but {reason}; use `strategy: auto` or `recompute`."
         )
-    if config.strategy == "auto" and single_pass_rows(*bounds) < min(
-        batch.num_tokens, SINGLE_PASS_MIN_ROWS
-    ):
+    has_few_rows = single_pass_rows(*bounds) < min(batch.num_tokens, SINGLE_PASS_MIN_ROWS)
+    # `single_pass` rounds dz before a loss scale is known, and in fp16 small gradients underflow.
+    if config.strategy == "auto" and (has_few_rows or dtype == torch.float16):
         return None
     return chunk_ends

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import BatchCounts, Document, LanguageModelHead, TokenBatch
+from fastrl import (
+    BatchCounts,
+    Document,
+    LanguageModelHead,
+    LanguageModelHeadConfig,
+    TokenBatch,
+)
 from fastrl.layers.losses import add_metrics
 from tests.layers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
 
@@ -225,3 +231,19 @@ def test_a_loss_says_what_the_batch_lacks() -> None:
         head(make_hidden(batch), batch.replace(old_logprobs=None))
     with pytest.raises(ValueError, match=r"`advantages` must be in the batch"):
         head(make_hidden(batch), batch.replace(advantages=None))
+
+
+def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
+    """`single_pass` would round dz, some 1e-9 here, before the scale is known."""
+    documents = [Document(tokens=[1, 2, 3], prompt_length=1, advantage=1e-4, logprobs=[-2.0, -2.0])]
+    batch = pack(documents)
+    for strategy, is_exact in (("auto", True), ("single_pass", False)):
+        config = LanguageModelHeadConfig(
+            hidden_size=4, vocab_size=8, strategy=strategy, losses={"policy": {"type": "grpo"}}
+        )
+        head = LanguageModelHead(config, dtype=torch.float16)
+        hidden = torch.zeros(batch.num_tokens, 4, dtype=torch.float16, requires_grad=True)
+        output = head(hidden, batch.replace(advantages=batch.advantages * 1e-4))
+        assert output.strategy == ("recompute" if is_exact else "single_pass")
+        (grad,) = torch.autograd.grad(output.loss * 2.0**30, hidden)
+        assert (grad.abs().max() > 0).item() == is_exact
