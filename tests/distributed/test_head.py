@@ -6,6 +6,7 @@ one process gives is compared with the definition here too, so that equality mea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import pytest
@@ -39,31 +40,50 @@ CROSS_ENTROPY = CrossEntropyLossConfig()
 # A loss that is added here runs on every layout.
 LOSSES = {"grpo": GRPO, "gspo": GSPO, "cross_entropy": CROSS_ENTROPY}
 
-STRATEGIES: tuple[Literal["recompute", "auto"], ...] = ("recompute", "auto")
+STRATEGIES: tuple[Literal["recompute", "single_pass"], ...] = ("recompute", "single_pass")
 
 RUNS = {
     **{
-        f"{name}-{strategy}": HeadRun(((name, loss),), strategy, chunk_size=4)
+        # Several chunks; twelve rows hold the longest document.
+        f"{name}-{strategy}": HeadRun(
+            ((name, loss),), strategy, chunk_size=12 if name == "gspo" else 4
+        )
         for name, loss in LOSSES.items()
         for strategy in STRATEGIES
     },
     "grpo-micro_batches": HeadRun((("grpo", GRPO),), micro_batches=2, temperature=True),
     "gspo-micro_batches": HeadRun((("gspo", GSPO),), micro_batches=2, temperature=True),
     "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
-    "gspo-documents_in_chunks": HeadRun((("gspo", GSPO),), chunk_size=12),
 }
-FEW_RUNS = ("grpo-auto", "gspo-recompute", "all-without_metrics")
+FEW_RUNS = ("grpo-single_pass", "gspo-recompute", "all-without_metrics")
+
+
+def runs_on(layout: Ranks, names: Iterable[str]) -> tuple[str, ...]:
+    """The runs that there are: chunks of whole documents need documents on one rank."""
+    shared = layout.sequence_data > 1 or layout.splits_tokens
+    return tuple(name for name in names if not (shared and name == "gspo-single_pass"))
+
+
+def strategy_on(layout: Ranks, run: HeadRun) -> str:
+    """The strategy that a run takes: it is that of its name, so that all of them are tested."""
+    if run.strategy != "auto":
+        return run.strategy
+    shared = layout.sequence_data > 1 or layout.splits_tokens
+    return "recompute" if shared and "gspo" in dict(run.losses) else "single_pass"
 
 
 def run_all(case_name: str, names: tuple[str, ...], layout: Ranks) -> list[object]:
     return [run_on_rank(case_name, RUNS[name], layout) for name in names]
 
 
-def check(ranks: RankPool, case_name: str, names: tuple[str, ...], layout: Ranks) -> None:
+def check(ranks: RankPool, case_name: str, names: Iterable[str], layout: Ranks) -> None:
+    names = runs_on(layout, names)
     answers = ranks(run_all, layout.world_size, case_name, names, layout)
     for name, results in zip(names, zip(*answers, strict=True), strict=True):
         whole = assemble(CASES[case_name], RUNS[name], layout, list(results))
         assert_equal(whole, one_process(case_name, RUNS[name]), f"{case_name} {name} {layout}")
+        taken = {strategy for result in results for strategy in result.strategies}
+        assert taken == {strategy_on(layout, RUNS[name])}, (name, layout)
 
 
 def assert_equal(actual: WholeResult, expected: WholeResult, where: str) -> None:
@@ -90,7 +110,7 @@ def assert_equal(actual: WholeResult, expected: WholeResult, where: str) -> None
 
 @pytest.mark.parametrize("layout", [*TWO_RANKS, *FOUR_RANKS], ids=str)
 def test_ragged_documents_on_every_layout(ranks: RankPool, layout: Ranks) -> None:
-    check(ranks, "ragged", tuple(RUNS), layout)
+    check(ranks, "ragged", RUNS, layout)
 
 
 @pytest.mark.parametrize("layout", EIGHT_RANKS, ids=str)
