@@ -13,6 +13,9 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Level, masked, required
 from fastrl.layers.losses.metrics import token_mean
 
+# Of the sum of 1 / n over a document's n labels, which is 1.
+_ROUNDING = 1e-5
+
 
 class DPOLoss(LanguageModelLoss[DPOLossConfig]):
     """f(m_g) of each pair g of a chosen document c and a rejected one r, mean over pairs.
@@ -22,8 +25,9 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
         d loss / d logp_t = +-f'(m_g) / num_pairs, + in the chosen document
 
     A pair is a group of the batch (two documents of one `group_id` in the same packed sequence),
-    with advantage above 0 for the chosen document and below 0 for the rejected one
-    (`fastrl.data.preferences`). With `log_ratio: mean` the sums are means over labels.
+    with advantage above 0 for the chosen document alone (`fastrl.data.preferences`). With
+    `log_ratio: mean` the sums are means over labels. Any other group with labels is refused, on a
+    GPU by an assertion that nothing waits for.
 
     References:
         Rafailov et al., arXiv:2305.18290, equation 7 (sigmoid). Azar et al., arXiv:2310.12036,
@@ -38,8 +42,25 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The mean over pairs."""
-        config = self.config
+        return self.value(self.margins(statistics, batch), batch)
+
+    @torch.no_grad()
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        """Means over pairs: `loss`, `margin` (beta m), `accuracy` (margin above 0)."""
+        return self._metrics(self.margins(statistics, batch), statistics, batch)
+
+    def with_metrics(
+        self, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its metrics from the same margins, with their one all-reduce."""
         margins = self.margins(statistics, batch)
+        with torch.no_grad():
+            metrics = self._metrics(margins.detach(), statistics.map(Tensor.detach), batch)
+        return self.value(margins, batch), metrics
+
+    def value(self, margins: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
+        """The mean over pairs of the loss of their margins."""
+        config = self.config
         if config.variant == "sigmoid":
             values = -logsigmoid(config.beta * margins)
         elif config.variant == "ipo":
@@ -49,26 +70,52 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
         return self.normalise(masked(values, batch.labels != -100), batch)
 
     def margins(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:  # [T]
-        """The margin of each token's pair."""
+        """The margin of each token's pair.
+
+        Raises:
+            ValueError: the batch lacks a column, or a group is no pair.
+        """
         mask = batch.labels != -100
         reference = required(batch.ref_logprobs, "ref_logprobs", self)
         advantages = required(batch.advantages, "advantages", self)
         groups = required(batch.group_index, "group_index", self)
+        is_chosen = advantages > 0
         log_ratios = masked(statistics.logprobs - reference, mask)
+        label_counts = batch.label_counts.clamp(min=1)
         if self.config.log_ratio == "mean":
-            log_ratios = log_ratios / batch.label_counts.clamp(min=1)
-        signed = log_ratios * masked(advantages, mask).sign()
-        sums = document_sums(signed, groups, batch.num_groups, self.token_groups)
-        return sums[groups].to(signed.dtype)
+            log_ratios = log_ratios / label_counts
+        shares = mask / label_counts.to(log_ratios.dtype)
+        columns = torch.stack(
+            [torch.where(is_chosen, log_ratios, -log_ratios), shares * is_chosen, shares], dim=1
+        )
+        sums = document_sums(columns, groups, batch.num_groups, self.token_groups)
+        _check_pairs(sums[:, 1], sums[:, 2])
+        return sums[groups, 0].to(log_ratios.dtype)
 
-    @torch.no_grad()
-    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        """Means over pairs: `loss`, `margin` (beta m), `accuracy` (margin above 0)."""
+    def _metrics(
+        self, margins: Tensor, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> dict[str, Tensor]:
         mask = batch.labels != -100
-        margins = self.margins(statistics, batch)
         return {
-            "loss": self(statistics, batch),
+            "loss": self.value(margins, batch),
             "margin": self.normalise(masked(self.config.beta * margins, mask), batch),
             "accuracy": self.normalise(masked((margins > 0).to(margins.dtype), mask), batch),
             "logprob": token_mean(statistics.logprobs, batch),
         }
+
+
+def _check_pairs(chosen: Tensor, documents: Tensor) -> None:  # [num_groups + 1] each
+    """Refuses groups of other than one chosen and one other document; those of none are allowed."""
+    is_pair = ((chosen - 1).abs() < _ROUNDING) & ((documents - 2).abs() < _ROUNDING)
+    valid = is_pair | (documents == 0)
+    message = (
+        "`group_index` must be of pairs for the DPOLoss, two documents with labels in the packed"
+        " sequence, one of them with `advantages` above 0"
+    )
+    if valid.is_cuda:
+        torch._assert_async(valid.all(), message)
+    elif not bool(valid.all()):
+        raise ValueError(
+            f"{message}, got {int((~valid).sum())} that are not; pack whole pairs"
+            " (`fastrl.data.preferences`)."
+        )
