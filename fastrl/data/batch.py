@@ -297,19 +297,28 @@ class TokenBatch:
         owners = shard_owners(
             self.padded_length, size=size, micro_sequences=micro_sequences, layout=layout
         )
+        pieces = owners % micro_sequences
         if join:
             slots = slots.view(1, -1)
-            owners = owners // micro_sequences
-        document = self.document_index
-        cut = (owners[1:] != owners[:-1]) & (document[1:] == document[:-1])
-        whole = not bool((cut & (self._per_token(self.document_label_counts)[1:] > 0)).any())
-        return tuple(self._kwargs(piece, counts, whole) for piece in slots)
+            owners, pieces = owners // micro_sequences, torch.zeros_like(owners)
+        cuts = self._is_cut(owners), self._is_cut(pieces)
+        return tuple(self._kwargs(piece, counts, *cuts) for piece in slots)
+
+    def _is_cut(
+        self,
+        owners: Tensor,  # [T]
+    ) -> bool:
+        """Whether a document with a label has slots of different owners."""
+        inside = self.document_index[1:] == self.document_index[:-1]
+        has_label = self._per_token(self.document_label_counts)[1:] > 0
+        return bool(((owners[1:] != owners[:-1]) & inside & has_label).any())
 
     def _kwargs(
         self,
         slots: Tensor,  # [T_local]
         counts: BatchCounts,
-        whole_documents: bool,
+        is_cut: bool,
+        is_cut_by_pieces: bool,
     ) -> BatchKwargs:
         """The batch of some slots of the sequence."""
         document_index = self.document_index[slots]
@@ -355,7 +364,8 @@ class TokenBatch:
             labelled_rows=RowSet.from_mask(labelled, document_index),
             active_rows=active_rows,
             active_document_rows=active_document_rows,
-            whole_documents=whole_documents,
+            whole_documents=not is_cut,
+            cut_by_pieces=is_cut_by_pieces,
         )
 
     def _temperature(

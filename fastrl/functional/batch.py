@@ -121,6 +121,8 @@ class BatchKwargs:
         whole_documents: no document with a label is cut by this split of the packed sequence: the
             same on all its sequence-data ranks and micro-sequences, so that a choice of collectives
             may depend on it.
+        cut_by_pieces: a document with a label goes on in another micro-sequence of the split, which
+            this batch is one of: there are no sums over documents then. The same on all ranks.
 
     Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
     """
@@ -150,6 +152,7 @@ class BatchKwargs:
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None
     whole_documents: bool = True
+    cut_by_pieces: bool = False
 
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""

@@ -259,8 +259,10 @@ def test_documents_are_whole_unless_a_labelled_one_is_cut() -> None:
     for pieces in (batch.to_kwargs(micro_sequences=2), *_shards(batch, 2, 1, "contiguous")):
         assert all(piece.whole_documents for piece in pieces)
     assert not any(piece.whole_documents for piece in batch.to_kwargs(micro_sequences=8))
+    assert all(piece.cut_by_pieces for piece in batch.to_kwargs(micro_sequences=8))
     (joined,) = batch.to_kwargs(micro_sequences=8, join=True)
     assert joined.whole_documents
+    assert not joined.cut_by_pieces
 
 
 def test_to_kwargs_pads_until_the_split_is_even() -> None:

@@ -31,9 +31,18 @@ def per_document(
     batch: BatchKwargs,
     groups: Sequence[ProcessGroup | None],
 ) -> dict[str, Tensor]:  # [T] each
-    """Each token's document's sum of every column: one index-add, one all-reduce for all."""
+    """Each token's document's sum of every column: one index-add, one all-reduce for all.
+
+    Raises:
+        ValueError: the batch is a micro-sequence that ends inside of a document.
+    """
     if not columns:
         return {}
+    if batch.cut_by_pieces:
+        raise ValueError(
+            "`batch` must hold its documents whole for sums over them, got a micro-sequence that"
+            " cuts one; run the loss once on all of them (`to_kwargs` with `join=True`)."
+        )
     sums = document_sums(
         torch.stack(list(columns.values()), dim=1),
         batch.document_index,

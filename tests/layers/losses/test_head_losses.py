@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl import BatchKwargs, LanguageModelHead, LanguageModelHeadConfig, TokenStatistics
+from fastrl import (
+    BatchKwargs,
+    LanguageModelHead,
+    LanguageModelHeadConfig,
+    TokenBatch,
+    TokenStatistics,
+)
 from fastrl.functional import reference, reference_losses
 from fastrl.functional.linear_divergence import Teacher
 from tests.layers.losses.cases import (
@@ -20,6 +26,7 @@ from tests.layers.losses.cases import (
     pack,
     policy_documents,
     reference_tokens,
+    widen,
 )
 
 HIDDEN_SIZE = 5
@@ -250,3 +257,20 @@ def test_distillation_beside_a_policy_loss() -> None:
         ]
     ).sum()
     assert_equal_gradients(head, hidden, output.loss, expected, 1e-10)
+
+
+def test_a_micro_sequence_has_no_sums_over_documents_that_it_cuts() -> None:
+    whole = TokenBatch.from_documents(policy_documents(), pad_to_multiple=8)
+    batch, pieces = widen(whole.to_kwargs()[0]), whole.to_kwargs(micro_sequences=2)
+    hidden = make_hidden(batch).split(batch.num_tokens // 2)
+    for name in ("grpo", "gspo"):
+        head = make_head({"policy": dict(BY_NAME[name].config)})
+        (joined,) = whole.to_kwargs(micro_sequences=2, join=True)
+        expected = head(torch.cat(hidden), widen(joined)).loss
+        torch.testing.assert_close(head(torch.cat(hidden), batch).loss, expected)
+        if name == "grpo":
+            parts = [head(h, widen(p)).loss for h, p in zip(hidden, pieces, strict=True)]
+            torch.testing.assert_close(torch.stack(parts).sum(), expected)
+        else:
+            with pytest.raises(ValueError, match="`batch` must hold its documents whole"):
+                head(hidden[0], widen(pieces[0]))
