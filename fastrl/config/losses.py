@@ -1,5 +1,6 @@
 """Configs of the head and of its losses. What losses share is in `loss_options.py`."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -178,6 +179,26 @@ class HeadOptions(Config):
     metrics: bool = True
     """Whether the losses' metrics (ratio, clip fractions, entropy, ...) are computed. Without
     them, tokens of zero advantage do not enter the head at all."""
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> "HeadOptions":
+        self.check_losses(self.losses)
+        return self
+
+    def check_losses(self, losses: Mapping[str, AnyLossConfig]) -> None:
+        """Refuses losses that mean nothing under this head.
+
+        Raises:
+            ValueError: naming the loss and the option.
+        """
+        for name, loss in losses.items():
+            is_smooth = isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
+            if self.keep is not None and is_smooth:
+                raise ValueError(
+                    f"`keep` must not be given with `label_smoothing` of the loss `{name}`, which"
+                    " spreads the target over the whole vocabulary, where the keep-set has"
+                    " probability 0"
+                )
 
 
 class LanguageModelHeadConfig(HeadOptions):

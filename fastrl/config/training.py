@@ -377,7 +377,7 @@ class RunConfig(Config):
     same run."""
 
     device: str = "auto"
-    """Such as `cpu` or `cuda`. `auto`: the GPU if there is one."""
+    """`cpu`, `cuda` or `cuda:N`. `auto`: the GPU if there is one."""
 
     dtype: Literal["float32", "float64"] = "float32"
     """Of parameters, activations and optimizer states."""
@@ -444,6 +444,7 @@ class RunConfig(Config):
                     f"{where} must have a policy-gradient loss such as `grpo` or `gspo` in"
                     f" `phases.{index}.losses`, got {_listed(losses)}"
                 )
+            self.model.head.check_losses(losses)
             for name, loss in losses.items():
                 _check_loss(f"`phases.{index}` loss `{name}`", loss, self.model.head)
             from_files = phase.type == "rl" and phase.rollouts.type == "files"

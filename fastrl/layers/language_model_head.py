@@ -163,7 +163,12 @@ class LanguageModelHead(nn.Module):
             nn.init.zeros_(self.bias)
 
     def set_losses(self, losses: Mapping[str, AnyLossConfig]) -> None:
-        """Replaces the named losses, as between the phases of a training run."""
+        """Replaces the named losses, as between the phases of a training run.
+
+        Raises:
+            ValueError: a loss means nothing under this head.
+        """
+        self.config.check_losses(losses)
         token_groups = (self.groups.sdp, self.groups.sp if self.splits_tokens else None)
         self.losses = {
             name: build_loss(config, token_groups, self.groups.dp)

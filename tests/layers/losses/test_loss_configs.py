@@ -9,12 +9,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from fastrl.config import (
     AnyLossConfig,
+    CrossEntropyLossConfig,
     GRPOLossConfig,
     HeadOptions,
+    RunConfig,
     dump_config,
     parse_config,
 )
 from tests.layers.losses.cases import CASES, LossCase
+from tests.layers.losses.test_head_losses import make_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "grpo", "normalisation": "constant"}, "`length` must be given with"),
@@ -82,6 +85,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 
+SMOOTH = {"type": "cross_entropy", "label_smoothing": 0.1}
+
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_by_name(config: dict[str, Any], message: str) -> None:
@@ -95,11 +100,28 @@ def test_refused_by_name(config: dict[str, Any], message: str) -> None:
         ({}, "`keep` must have"),
         ({"recorded": True, "top_k": 3}, "`recorded` must not be given with"),
         ({"top_p": 1.0}, "less than 1"),
+        ({"top_k": 3}, "`keep` must not be given with `label_smoothing` of the loss `smooth`"),
     ],
 )
 def test_refused_keep_sets(keep: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        HeadOptions.model_validate({"keep": keep})
+        HeadOptions.model_validate({"keep": keep, "losses": {"smooth": SMOOTH}})
+
+
+def test_a_phase_has_no_loss_that_its_head_refuses() -> None:
+    head = make_head({"plain": {"type": "cross_entropy"}}, keep={"top_k": 3})
+    smooth = CrossEntropyLossConfig.model_validate(SMOOTH)
+    with pytest.raises(ValueError, match="`keep` must not be given with `label_smoothing`"):
+        head.set_losses({"smooth": smooth})
+    phase = {
+        "type": "rl",
+        "steps": 1,
+        "rollouts": {"type": "files", "paths": ["x.jsonl"]},
+        "losses": {"policy": {"type": "grpo"}, "smooth": SMOOTH},
+    }
+    model = {"type": "llama", "head": {"keep": {"top_k": 3}}}
+    with pytest.raises(ValidationError, match="`keep` must not be given with `label_smoothing`"):
+        RunConfig.model_validate({"model": model, "phases": [phase]})
 
 
 def test_presets_expand_to_fields_that_can_be_overridden() -> None:
