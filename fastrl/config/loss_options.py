@@ -194,4 +194,10 @@ class EntropyConfig(Config):
             raise ValueError(
                 "`entropy` must have `bonus`, `adaptive` or `top_fraction`, or it has no effect"
             )
+        bounds = self.adaptive
+        if bounds is not None and not bounds.low <= self.bonus <= bounds.high:
+            raise ValueError(
+                f"`bonus` must be within `adaptive.low` and `adaptive.high`, {bounds.low} to"
+                f" {bounds.high}, got {self.bonus}"
+            )
         return self

@@ -208,13 +208,22 @@ class DPPOLossConfig(PolicyGradientLossConfig):
     KL(old, new)."""
 
     epsilon_low: float = Field(default=0.2, gt=0)
-    """Where the advantage is not above 0, a token whose probability fell by more is masked."""
+    """Where the advantage is below 0, a token whose probability fell by a divergence of more is
+    masked; 0.05 by default under `divergence: kl`."""
 
     epsilon_high: float = Field(default=0.2, gt=0)
-    """Where the advantage is above 0, a token whose probability rose by more is masked."""
+    """Where the advantage is above 0, a token whose probability rose by a divergence of more is
+    masked; 0.05 by default under `divergence: kl`."""
 
     max_ratio: float | None = Field(default=20.0, gt=1)
     """The detached ratio that weighs a token is truncated here; not at all with null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_bounds(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("divergence") == "kl":
+            return {"epsilon_low": 0.05, "epsilon_high": 0.05} | values
+        return values
 
 
 class ReinforceLossConfig(PolicyGradientLossConfig):

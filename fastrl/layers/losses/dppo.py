@@ -12,7 +12,7 @@ from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
     """-M detach(min(r, max_ratio)) A logp, M = 0 where the update leaves the trust region.
 
-    With p = exp(logp), q = exp(old): M = 0 where A > 0, p > q and D > epsilon_high, or A <= 0,
+    With p = exp(logp), q = exp(old): M = 0 where A > 0, p > q and D > epsilon_high, or A < 0,
     p < q and D > epsilon_low, for the divergence of the two-way split into the label and the rest
         tv  D = |p - q|
         kl  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
@@ -48,6 +48,6 @@ class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
             old_rest = (-torch.expm1(old)).clamp(min=tiny)
             divergence = old_p * (old - logprobs) + old_rest * (old_rest / new_rest).log()
         falls, rises = new_p < old_p, new_p > old_p
-        low = (terms.advantages <= 0) & falls & (divergence > self.config.epsilon_low)
+        low = (terms.advantages < 0) & falls & (divergence > self.config.epsilon_low)
         high = (terms.advantages > 0) & rises & (divergence > self.config.epsilon_high)
         return low & terms.mask, high & terms.mask

@@ -40,7 +40,7 @@ class GMPOLoss(LanguageModelPolicyGradientLoss[GMPOLossConfig]):
         return -terms.ratio * terms.advantages
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """Tokens whose log-ratio is held at a bound."""
+        """Tokens whose log-ratio is held at a bound, by the sign of the document's advantage."""
         low = (terms.log_ratios < -self.config.epsilon_low) & (terms.advantages < 0)
         high = (terms.log_ratios > self.config.epsilon_high) & (terms.advantages > 0)
         return low, high

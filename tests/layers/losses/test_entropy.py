@@ -23,7 +23,7 @@ def test_the_bonus_follows_the_target_within_its_bounds() -> None:
     bonus.end_step(1.1)
     assert bonus.factor == pytest.approx(0.15)
     assert bonus.value == 0  # above the target it does not act
-    restored = EntropyBonus(EntropyConfig.model_validate({"adaptive": adaptive}))
+    restored = EntropyBonus(EntropyConfig.model_validate({"bonus": 0.4, "adaptive": adaptive}))
     restored.load_state_dict(bonus.state_dict())
     bonus.end_step(0.5)
     restored.end_step(0.5)

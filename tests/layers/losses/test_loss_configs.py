@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from fastrl.config import (
     AnyLossConfig,
     CrossEntropyLossConfig,
+    DPPOLossConfig,
     GRPOLossConfig,
     HeadOptions,
     RunConfig,
@@ -73,6 +74,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"type": "grpo", "entropy": {"adaptive": {"target": 1.0, "low": 2.0}}},
         "`low` must be below `high`",
     ),
+    (
+        {"type": "grpo", "entropy": {"adaptive": {"target": 1.0, "low": 0.1}}},
+        "`bonus` must be within `adaptive.low` and `adaptive.high`, 0.1 to 1.0, got 0.0",
+    ),
     ({"type": "vespo", "rollout_correction": {}}, "`rollout_correction` must not be given"),
     ({"type": "reinforce", "kl": {"coefficient": 1.0}}, "`kl.gradient: ratio` must not be given"),
     (
@@ -131,6 +136,12 @@ def test_presets_expand_to_fields_that_can_be_overridden() -> None:
     dr_grpo = GRPOLossConfig(preset="dr_grpo", length=64)
     assert (dr_grpo.normalisation, dr_grpo.length) == ("constant", 64)
     assert GRPOLossConfig(preset="bnpo").normalisation == "tokens"
+
+
+def test_bounds_of_dppo_follow_its_divergence() -> None:
+    assert DPPOLossConfig().epsilon_low == DPPOLossConfig().epsilon_high == 0.2
+    kl = DPPOLossConfig(divergence="kl", epsilon_high=0.1)
+    assert (kl.epsilon_low, kl.epsilon_high) == (0.05, 0.1)
 
 
 def test_the_resolved_config_shows_what_a_preset_stands_for() -> None:

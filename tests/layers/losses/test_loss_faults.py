@@ -181,14 +181,16 @@ def test_c1_a_bound_of_one_is_refused(delta: float) -> None:
         loss_of(type="grpo", delta=delta)
 
 
-def test_c4_clip_fractions_look_at_ratio_and_sign() -> None:
-    cases = ((1.5, 1.0), (0.5, -1.0), (1.5, -1.0), (0.5, 1.0))
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "gspo_token", "gmpo", "dppo"])
+def test_c4_clip_fractions_look_at_ratio_and_sign(loss: str) -> None:
+    cases = ((1.5, 1.0), (0.5, -1.0), (1.5, -1.0), (0.5, 1.0), (0.5, 0.0))
     batch = batch_of(*(document_of([math.log(ratio)], sign) for ratio, sign in cases))
-    loss = loss_of(type="grpo", epsilon_low=0.2, epsilon_high=0.2)
-    metrics = finish_metrics(loss.metrics(at_zero(batch), batch))
-    assert metrics["clip_fraction"].item() == 0.5
-    assert metrics["clip_fraction_low"].item() == 0.25
-    assert metrics["clip_fraction_high"].item() == 0.25
+    metrics = finish_metrics(
+        loss_of(type=loss, epsilon_low=0.1, epsilon_high=0.1).metrics(at_zero(batch), batch)
+    )
+    assert metrics["clip_fraction"].item() == 0.4
+    assert metrics["clip_fraction_low"].item() == 0.2
+    assert metrics["clip_fraction_high"].item() == 0.2
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
