@@ -5,8 +5,12 @@
 The same batch on one GPU and on all: tensor parallel with and without sequence parallel, and
 sequence-data parallel. Each layout passes a gate on loss and gradients first. `nccl_ms` is the time
 that NCCL kernels ran, waiting for other ranks included; `exposed_ms` the part of it in which no
-other kernel ran. The sum of a replicated weight's gradient over sequence-data ranks belongs to the
-data-parallel wrapper and is a row of its own.
+other kernel ran, and `nccl_share` and `exposed_share` are the same as shares of `time_ms`.
+`speedup` is over one GPU with the same loss and strategy. The sum of a replicated weight's gradient
+over sequence-data ranks belongs to the data-parallel wrapper and is a row of its own.
+
+The file is written anew after every row, so that a run that is cut short leaves what it has. A row
+with `error` was not timed; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,17 +56,44 @@ class Case:
     head: LanguageModelHead
     hidden: Tensor
     batch: BatchKwargs
+    ran: list[str | None] = field(default_factory=list)  # the strategy of each step
 
     def step(self) -> Tensor:
         """Forward and backward; the loss of this rank."""
         self.hidden.grad = self.head.weight.grad = None
-        loss = self.head(self.hidden, self.batch).loss
+        output = self.head(self.hidden, self.batch)
+        self.ran.append(output.strategy)
+        loss = output.loss
         assert isinstance(loss, Tensor)
         loss.backward()
         return loss.detach()
 
 
-def main() -> None:
+class Report:
+    """The rows, printed and written by rank 0 as they come."""
+
+    def __init__(self, file: Path | None, shape: str) -> None:
+        self.file = file if dist.get_rank() == 0 else None
+        self.rows: list[dict[str, Any]] = []
+        self.head = {**environment(), "ranks": dist.get_world_size(), "shape": shape}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row, with its speed-up over the row of one GPU where that was timed."""
+        for base in self.rows:
+            same = all(base.get(key) == row.get(key) for key in ("loss", "strategy"))
+            if same and base["layout"] == "one_gpu" and "time_ms" in row and "time_ms" in base:
+                row["speedup"] = round(base["time_ms"] / row["time_ms"], 3)
+        self.rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+        if self.file is not None:
+            text = json.dumps(self.head | {"rows": self.rows}, indent=1)
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(self.file)
+
+
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama3-8b-32k", help=f"among {', '.join(SHAPES)}")
@@ -68,52 +102,66 @@ def main() -> None:
     parser.add_argument("--strategies", default="auto,recompute")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="after so many no further row is begun"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    started = time.monotonic()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    # A rank that fails alone leaves the others in a collective, which then ends the job.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    report = Report(arguments.json, arguments.shape)
     problem = interleaved(make_problem(SHAPES[arguments.shape], device))
-    rows: list[dict[str, Any]] = []
+    times = (arguments.repeats, arguments.warmup)
+    report.add(weight_reduction(problem, *times))
     for loss in arguments.losses.split(","):
         for strategy in arguments.strategies.split(","):
-            base = None
+            whole = None
             for layout in arguments.layouts.split(","):
+                row: dict[str, Any] = {"layout": layout, "loss": loss, "strategy": strategy}
+                if any_rank(time.monotonic() - started > arguments.seconds):
+                    report.add(row | {"error": f"not begun within {arguments.seconds:.0f} s"})
+                    continue
                 case = make_case(layout, problem, loss, strategy)
-                row = {"layout": layout, "loss": loss, "strategy": strategy, "gate": 0.0}
-                if layout == "one_gpu":
-                    whole = results(case, problem)
-                else:
-                    row["gate"] = compare(case, problem, whole)
-                row |= measure(case.step, arguments.repeats, arguments.warmup)
-                base = row["time_ms"] if layout == "one_gpu" else base
-                row["speedup"] = round(base / row["time_ms"], 3) if base else None
-                rows.append(row)
-                say(row)
+                error = ""
+                try:
+                    parts = results(case, problem)
+                    whole = whole or parts
+                    row |= {"ran": case.ran[-1], "gate": compare(parts, whole)}
+                    row |= measure(case.step, *times)
+                except Exception:
+                    error = traceback.format_exc()
+                    print(error, file=sys.stderr, flush=True)
+                if any_rank(bool(error)):
+                    row["error"] = error or "on another rank"
+                report.add(row)
                 del case
-    rows.append(weight_reduction(problem, arguments.repeats, arguments.warmup))
-    say(rows[-1])
-    if dist.get_rank() == 0 and arguments.json is not None:
-        report = {
-            **environment(),
-            "ranks": dist.get_world_size(),
-            "shape": arguments.shape,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
+    return int(any("error" in row for row in report.rows))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether any rank has the flag."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = torch.tensor(int(flag), device=device)
+    dist.all_reduce(total)
+    return bool(total)
 
 
 def interleaved(problem: Problem) -> Problem:
     """The problem with documents of zero advantage among the others, not all at the end.
 
-    As in a real batch; contiguous parts of the packed sequence then carry about as much gradient.
+    So are long completions among short ones: contiguous parts of the packed sequence then carry
+    as much gradient to within 0.5 %, and the slowest rank is not one with more work.
     """
     shape, batch = problem.shape, problem.batch
     turn = shape.num_documents // 4
-    documents = torch.arange(shape.num_documents).view(4, turn).t().flatten()
+    from_ends = torch.stack([torch.arange(turn), torch.arange(turn).flip(0)], 1).flatten()[:turn]
+    documents = torch.arange(shape.num_documents).view(4, turn)[:, from_ends].t().flatten()
     slots = documents[:, None] * shape.document_length + torch.arange(shape.document_length)
     index = slots.flatten().to(batch.labels.device)
     host = batch.select(index).to("cpu")
@@ -196,12 +244,11 @@ def gathered(part: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def compare(case: Case, problem: Problem, whole: tuple[Tensor, Tensor, Tensor]) -> float:
+def compare(parts: tuple[Tensor, ...], whole: tuple[Tensor, ...]) -> float:
     """The largest relative difference from one GPU; beyond the gate nothing is timed."""
-    parts = results(case, problem)
     errors = [relative_error(part, truth.float()) for part, truth in zip(parts, whole, strict=True)]
-    if max(errors) > GATE:
-        raise AssertionError(f"{case.layout}: loss, dh and dW differ from one GPU's by {errors}")
+    if any_rank(not max(errors) <= GATE):
+        raise AssertionError(f"loss, dh and dW differ from one GPU's by {errors}")
     return round(max(errors), 6)
 
 
@@ -212,7 +259,7 @@ def measure(step: Callable[[], object], repeats: int, warmup: int) -> dict[str, 
     if not torch.cuda.is_available():  # a trial of the script
         start = time.perf_counter()
         step()
-        return {"time_ms": round(1e3 * (time.perf_counter() - start), 3)}
+        return {"time_ms": round(1e3 * (time.perf_counter() - start), 3)} | shares(0, 0, 1)
     times = []
     for _ in range(repeats):
         dist.barrier()
@@ -225,37 +272,72 @@ def measure(step: Callable[[], object], repeats: int, warmup: int) -> dict[str, 
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         times.append(slowest.item())
     ordered = sorted(times)
+    time_ms = statistics.median(ordered)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step()
     torch.cuda.synchronize()
     return {
-        "time_ms": round(statistics.median(ordered), 3),
+        "time_ms": round(time_ms, 3),
         "time_p20_ms": round(ordered[len(ordered) // 5], 3),
         "time_p80_ms": round(ordered[len(ordered) * 4 // 5], 3),
         "peak_gib": round((torch.cuda.max_memory_allocated() - before) / 2**30, 3),
-        **nccl_share(step),
+        **shares(*nccl_time(step), time_ms),
     }
 
 
-def nccl_share(step: Callable[[], object]) -> dict[str, float]:
+def shares(nccl_ms: float, exposed_ms: float, time_ms: float) -> dict[str, float]:
+    """NCCL's time and the part of it with nothing beside it, also as shares of a step."""
+    return {
+        "nccl_ms": round(nccl_ms, 3),
+        "exposed_ms": round(exposed_ms, 3),
+        "nccl_share": round(nccl_ms / time_ms, 4),
+        "exposed_share": round(exposed_ms / time_ms, 4),
+    }
+
+
+def nccl_time(step: Callable[[], object], repeats: int = 3) -> tuple[float, float]:
     """Milliseconds of a step in which NCCL ran, and in which nothing else did; means of ranks."""
-    dist.barrier()
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        step()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            dist.barrier()  # inside, as the profiler starts at another time on every rank
+            torch.cuda._sleep(1000)  # its kernel marks where the step begins, and where it ends
+            step()
+            torch.cuda._sleep(1000)
         torch.cuda.synchronize()
-    nccl: list[tuple[float, float]] = []
-    others: list[tuple[float, float]] = []
-    for event in recorded.events():
-        if event.device_type.name == "CUDA":
-            span = (event.time_range.start, event.time_range.end)
-            (nccl if "nccl" in event.name.lower() else others).append(span)
-    busy, both = covered(nccl), covered(nccl) + covered(others) - covered(nccl + others)
-    shares = torch.tensor([busy, busy - both], device="cuda") / 1e3 / dist.get_world_size()
-    dist.all_reduce(shares)
-    return {"nccl_ms": round(shares[0].item(), 3), "exposed_ms": round(shares[1].item(), 3)}
+    kernels = [
+        Span(event.name.lower(), event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type.name == "CUDA"
+    ]
+    microseconds = torch.tensor(nccl_spans(kernels), device="cuda").mean(0)
+    dist.all_reduce(microseconds)
+    busy, exposed = (microseconds / 1e3 / dist.get_world_size()).tolist()
+    return busy, exposed
+
+
+class Span(NamedTuple):
+    """One kernel on the GPU."""
+
+    name: str
+    start: float
+    end: float
+
+
+def nccl_spans(kernels: list[Span]) -> list[tuple[float, float]]:
+    """Time of NCCL, and of NCCL alone, between each two marks (kernels that sleep)."""
+    marks = sorted(kernel[1:] for kernel in kernels if "spin_kernel" in kernel.name)
+    steps = zip(marks[::2], marks[1::2], strict=True)
+    times = []
+    for (_, begin), (end, _) in steps:
+        inside = [kernel for kernel in kernels if begin <= kernel.start < end]
+        nccl = [kernel[1:] for kernel in inside if "nccl" in kernel.name]
+        others = [kernel[1:] for kernel in inside if "nccl" not in kernel.name]
+        times.append((covered(nccl), covered(nccl + others) - covered(others)))
+    assert times, "the profiler saw no marks"
+    return times
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -274,11 +356,5 @@ def weight_reduction(problem: Problem, repeats: int, warmup: int) -> dict[str, A
     return row | measure(lambda: dist.all_reduce(grad), repeats, warmup)
 
 
-def say(row: dict[str, Any]) -> None:
-    """Prints a row on rank 0."""
-    if dist.get_rank() == 0:
-        print(json.dumps(row), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
