@@ -1,12 +1,13 @@
 """The `fastrl` command: its arguments and its exit codes. What a command does is in the package.
 
 A command imports what it needs when it runs, so that `--help` answers at once and needs neither
-torch nor Triton. A mistake of the user (`UserError`) gives a message without a traceback and exit
-code 2.
+torch nor Triton. A mistake of the user (`UserError`), or a file or disk that the system refuses
+(`OSError`), gives a message without a traceback and exit code 2.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -17,11 +18,12 @@ from fastrl.config.base import UserError
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
 
-_OVERRIDES = "changes of the config, such as phases.1.steps=20 or model.hidden_size=96"
+BROKEN_PIPE = 141
+"""Exit code of a command whose reader went away, as in `fastrl config schema | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 a mistake of the user's, 130 Ctrl-C.
+    """Runs one command and returns its exit code: 0 done, 2 an error, 130 Ctrl-C, 141 broken pipe.
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
@@ -37,12 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides = [*arguments.overrides, *rest]
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
-        return command(arguments)
-    except UserError as error:
-        print(f"fastrl: error: {error}", file=sys.stderr)
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # So that the interpreter does not stumble over it again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (UserError, OSError) as error:
+        print(f"fastrl: error: {_message(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _message(error: UserError | OSError) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -105,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastrl {version('fastrl')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run_help = "folder of a run; its latest checkpoint is taken"
 
     train = commands.add_parser("train", help="train a model as a config says")
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
@@ -114,17 +130,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume", action="store_true", help="go on with the stopped run that is in DIR"
     )
-    _add_overrides(train)
+    _add_overrides(train, "phases.1.steps=20 or model.hidden_size=96")
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("eval", help="score a run's model on held-out prompts")
-    evaluate.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
-    _add_overrides(evaluate)
+    evaluate.add_argument("run", type=Path, metavar="RUN", help=run_help)
+    _add_overrides(evaluate, "evaluation.temperature=0 or evaluation.samples_per_prompt=8")
     evaluate.set_defaults(command=_eval)
 
     sample = commands.add_parser("sample", help="complete a prompt with a run's model")
-    sample.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
-    sample.add_argument("prompt", metavar="PROMPT", help="text to complete")
+    sample.add_argument("run", type=Path, metavar="RUN", help=run_help)
+    sample.add_argument("prompt", metavar="PROMPT", help="text to complete, as the model reads it")
     sample.add_argument(
         "--max-tokens", type=_positive, metavar="N", help="longest completion; the run's by default"
     )
@@ -149,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of a packed sequence; by default the largest of the config's phases",
     )
-    _add_overrides(estimate)
+    _add_overrides(estimate, "parallel.tensor=8 or model.hidden_size=8192")
     estimate.set_defaults(command=_estimate)
 
     config = commands.add_parser("config", help="about the configs that `train` reads")
@@ -158,13 +174,14 @@ def _parser() -> argparse.ArgumentParser:
     schema.set_defaults(command=_config_schema)
     check = config_commands.add_parser("check", help="validate a config and print it resolved")
     check.add_argument("file", type=Path, metavar="FILE", help="YAML file of the run")
-    _add_overrides(check)
+    _add_overrides(check, "phases.1.steps=20 or model.hidden_size=96")
     check.set_defaults(command=_config_check)
     return parser
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help=_OVERRIDES)
+def _add_overrides(parser: argparse.ArgumentParser, examples: str) -> None:
+    help_text = f"changes of the config, such as {examples}"
+    parser.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help=help_text)
 
 
 def _positive(text: str) -> int:

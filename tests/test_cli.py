@@ -59,6 +59,19 @@ def test_y2_a_mistake_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastrl", "config", "schema"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize("command", [["config", "check"], ["train", "--run-dir", "new"]])
 def test_a_missing_config_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]

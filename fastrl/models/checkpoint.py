@@ -226,6 +226,7 @@ def save_llama(
 
     Raises:
         UserError: the folder exists.
+        OSError: it cannot be written.
     """
     if not writes:
         for parameter in llama.parameters():
@@ -263,7 +264,10 @@ def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
         tensors = {
             name: whole_tensor(parameters[name].detach()).cpu().contiguous() for name in names
         }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the system said, in words of its own
+            raise OSError(f"{folder / file}: {error}") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(sizes.values())

@@ -73,6 +73,9 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        UserError: it cannot be written; nothing of it stays.
     """
     folder = run_dir / CHECKPOINTS_FOLDER
     target = folder / f"{phase_name}-{state.step:06}"
@@ -83,9 +86,18 @@ def save_checkpoint(
     for stale in (temporary, target):
         if stale.exists():  # of a run that was killed, or of this step before a resumption
             shutil.rmtree(stale)
-    save_llama(llama, temporary)
-    torch.save(vars(state), temporary / TRAINER_FILE)
-    temporary.rename(target)
+    try:
+        save_llama(llama, temporary)
+        # To an open file, as torch hides what the system says of a path.
+        with (temporary / TRAINER_FILE).open("wb") as file:
+            torch.save(vars(state), file)
+        temporary.rename(target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(
+            f"{target}: the checkpoint cannot be written: {error.strerror or error}; the run ends "
+            "here, and the checkpoints before are as they were"
+        ) from error
     latest = folder / f".{LATEST_FILE}.partial"
     latest.write_text(f"{target.name}\n", encoding="utf-8")
     latest.replace(folder / LATEST_FILE)

@@ -18,10 +18,11 @@ from fastrl.training.interrupt import StopRequest
 from fastrl.training.loop import Trainer
 from fastrl.training.metrics import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.order import seeded
-from fastrl.training.phases import Phase, build_source
+from fastrl.training.phases import Phase
 from fastrl.training.progress import open_display
 from fastrl.training.report import write_report
 from fastrl.training.setup import build_parts
+from fastrl.training.sources import build_source
 
 CONFIG_FILE = "config.yaml"
 

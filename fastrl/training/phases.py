@@ -1,4 +1,4 @@
-"""One phase of a run, step by step: where documents come from and the updates made on them."""
+"""One phase of a run, step by step: the updates made on its documents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from fastrl.config.base import UserError
-from fastrl.config.training import (
-    FileRolloutsConfig,
-    RLPhaseConfig,
-    RunConfig,
-    SupervisedPhaseConfig,
-)
+from fastrl.config.training import RLPhaseConfig, RunConfig
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.layers.losses import (
@@ -31,18 +25,11 @@ from fastrl.parallel import group_rank, group_size
 from fastrl.training.checkpoint import TrainerState
 from fastrl.training.dealing import packs_of_rank
 from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
-from fastrl.training.order import ShuffledItems, seeded
+from fastrl.training.order import seeded
 from fastrl.training.processes import fill, frozen_copy, whole_state
-from fastrl.training.rollouts import (
-    FileRollouts,
-    Rollouts,
-    RolloutSource,
-    Sample,
-    SampledRollouts,
-    required_logprobs,
-    split_groups,
-)
+from fastrl.training.rollouts import Sample, SampledRollouts, required_logprobs, split_groups
 from fastrl.training.setup import Parts
+from fastrl.training.sources import build_source, phase_seed
 
 
 @dataclass(frozen=True)
@@ -58,43 +45,6 @@ class StepResult:
     metrics: dict[str, float]
     num_tokens: int
     samples: list[Sample] = field(default_factory=list)
-
-
-class SupervisedDocuments:
-    """Training prompts with the environment's answers, in random order.
-
-    Raises:
-        UserError: a problem has no answer, or holds a character that the tokenizer lacks.
-    """
-
-    def __init__(self, config: SupervisedPhaseConfig, parts: Parts, seed: str) -> None:
-        assert parts.environment is not None
-        tokenizer = parts.tokenizer
-        documents = []
-        for problem in parts.environment.train:
-            if problem.answer is None:
-                raise UserError(
-                    "a supervised phase needs answers, but the environment gives none for "
-                    f"{problem.prompt!r}; leave the phase out"
-                )
-            prompt = tokenizer.encode(problem.prompt)
-            answer = [*tokenizer.encode(problem.answer), tokenizer.end_token]
-            documents.append(Document(tokens=prompt + answer, prompt_length=len(prompt)))
-        self._number = config.documents_per_step
-        self._documents = ShuffledItems(documents, seed)
-
-    @property
-    def position(self) -> int:
-        """Documents taken so far."""
-        return self._documents.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._documents.position = position
-
-    def next(self) -> Rollouts:
-        """Takes the documents of a step."""
-        return Rollouts(self._documents.take(self._number), {}, [])
 
 
 @dataclass(frozen=True)
@@ -126,7 +76,7 @@ class Phase:
         reference: the frozen policy of a KL term, the model as the phase began; None without one.
 
     Raises:
-        UserError: rollout files that cannot be used, or problems without what the phase needs.
+        UserError: as `build_source`.
     """
 
     def __init__(self, config: RunConfig, index: int, parts: Parts) -> None:
@@ -134,7 +84,7 @@ class Phase:
         self.name = config.phase_name(index)
         self.steps_done = 0
         self._parts = parts
-        self._seed = _seed(config, index)
+        self._seed = phase_seed(config, index)
         losses = config.losses_of(self.config)
         self.source = build_source(config, index, parts)
         parts.llama.lm_head.set_losses(losses)
@@ -173,11 +123,7 @@ class Phase:
         )
 
     def step(self) -> StepResult:
-        """Takes the next documents and makes the step's updates.
-
-        Raises:
-            UserError: a document that is longer than a micro-batch may be.
-        """
+        """Takes the next documents and makes the step's updates."""
         self._parts.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
         rollouts = self.source.next()
         mini_batches, epochs = 1, 1
@@ -201,14 +147,8 @@ class Phase:
 
     def _micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
         """Packs the documents of one update, with the log-probabilities that its losses need."""
-        max_tokens = self.config.max_tokens_per_micro_batch
-        longest = max(len(document.tokens) for document in documents)
-        if longest > max_tokens:
-            raise UserError(
-                f"`max_tokens_per_micro_batch` must be at least {longest}, the tokens of the "
-                f"longest document, got {max_tokens} in phase `{self.name}`"
-            )
         groups, parallel = self._parts.llama.groups, self._parts.processes.config
+        max_tokens = self.config.max_tokens_per_micro_batch
         packs = packs_of_rank(documents, group_rank(groups.dp), group_size(groups.dp), max_tokens)
         batches = [TokenBatch.from_documents(pack) for pack in packs]
         counts = BatchCounts.of(batches, groups)
@@ -276,27 +216,3 @@ def evaluated(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
     if isinstance(llama, FSDPModule):
         llama.reshard()  # what a backward would do: nobody must find the gathered weights
     return logprobs
-
-
-def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
-    """Returns where a phase gets its documents; of files, all is read and checked.
-
-    Raises:
-        UserError: as `Phase`.
-    """
-    phase, seed = config.phases[index], _seed(config, index)
-    if isinstance(phase, SupervisedPhaseConfig):
-        return SupervisedDocuments(phase, parts, seed)
-    if isinstance(phase.rollouts, FileRolloutsConfig):
-        vocab_size = parts.llama.config.vocab_size
-        assert vocab_size is not None
-        losses = list(config.losses_of(phase).values())
-        return FileRollouts(phase.rollouts, phase.advantage, losses, vocab_size, seed)
-    assert parts.environment is not None
-    return SampledRollouts(
-        phase.rollouts, phase.advantage, parts.environment, parts.tokenizer, parts.sampler, seed
-    )
-
-
-def _seed(config: RunConfig, index: int) -> str:
-    return f"{config.seed}/phases/{index}"

@@ -54,9 +54,11 @@ class RolloutSource(Protocol):
 
     Attributes:
         position: of the source, for a checkpoint; set it to go on from one.
+        longest: most tokens that a document can have.
     """
 
     position: int
+    longest: int
 
     def next(self) -> Rollouts:
         """Returns the documents of the next step."""
@@ -89,7 +91,9 @@ class SampledRollouts:
         self._environment = environment
         self._tokenizer = tokenizer
         self._sampler = sampler
-        self._problems = ShuffledItems(environment.train, seed)
+        prompts = [(problem, tokenizer.encode(problem.prompt)) for problem in environment.train]
+        self._problems = ShuffledItems(prompts, seed)
+        self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
 
     @property
     def position(self) -> int:
@@ -103,8 +107,8 @@ class SampledRollouts:
     def next(self) -> Rollouts:
         """Samples a group of completions for each of the next problems."""
         config = self._config
-        problems = self._problems.take(config.prompts_per_step)
-        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        taken = self._problems.take(config.prompts_per_step)
+        problems, prompts = [problem for problem, _ in taken], [prompt for _, prompt in taken]
         groups = self._sampler.sample(
             prompts, num_each=config.group_size, temperature=config.temperature
         )
@@ -187,6 +191,7 @@ class FileRollouts:
         if not groups:
             raise UserError(f"{', '.join(config.paths)}: no documents")
         self._groups = ShuffledItems(list(groups.values()), seed)
+        self.longest = max(len(document.tokens) for group in groups.values() for document in group)
 
     @property
     def position(self) -> int:

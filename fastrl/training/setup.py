@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def build_parts(
     environment = None
     if config.environment is not None and with_environment:
         environment = ReasoningGymEnvironment(config.environment, config.seed)
+        _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
     llama = _build_llama(config, tokenizer, processes, checkpoint)
     generator = torch.Generator(device)
@@ -74,13 +76,25 @@ def build_parts(
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"`device` must be `auto`, `cpu` or `cuda`, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"`device` is {name!r}, but torch finds no CUDA device here; use `auto`")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise UserError(f"`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got {name!r}")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"`device` is {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "
+            "use `auto`"
+        )
     return device
+
+
+def _check_prompts(environment: ReasoningGymEnvironment, tokenizer: Tokenizer) -> None:
+    """Refuses prompts that cannot be sampled from, now and not in the middle of the run."""
+    for problem in (*environment.heldout, *environment.train):
+        if not tokenizer.encode(problem.prompt):
+            raise UserError(
+                "`environment`: every prompt must have at least one token, but the prompt of "
+                f"{problem.entry['question']!r} is {problem.prompt!r}; see `environment.prompt`"
+            )
 
 
 def _build_llama(

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of ids; end tokens are left out."""
+        """Returns the text of ids of a vocabulary that may be larger; end tokens are left out."""
         ...
 
 
@@ -52,10 +52,13 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 class CharacterTokenizer:
-    """One token a character; the end of a text is token 0."""
+    """One token a character; the end of a text is token 0.
+
+    Ids above the alphabet, which a model with a larger vocabulary can sample, read as U+FFFD.
+    """
 
     def __init__(self, config: CharacterTokenizerConfig) -> None:
-        self._characters = config.characters
+        self._characters = dict(enumerate(config.characters, 1))
         self._ids = {character: number for number, character in enumerate(config.characters, 1)}
         self.vocab_size = len(config.characters) + 1
         self.end_token = 0
@@ -65,14 +68,15 @@ class CharacterTokenizer:
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             raise UserError(
-                f"the character tokenizer has no {', '.join(map(repr, unknown))} of {text!r}; add "
-                "it to `tokenizer.characters`"
+                f"`tokenizer.characters` must hold every character of every text, but has no "
+                f"{', '.join(map(repr, unknown))} of {text!r}"
             )
         return [self._ids[character] for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the characters of the ids."""
-        return "".join(self._characters[token - 1] for token in tokens if token != self.end_token)
+        kept = (token for token in tokens if token != self.end_token)
+        return "".join(self._characters.get(token, "\ufffd") for token in kept)
 
 
 class FileTokenizer:

@@ -9,8 +9,9 @@ import pytest
 from fastrl.config import UserError, parse_config
 from fastrl.config.training import ReasoningGymConfig
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
-from fastrl.training.phases import Phase, SupervisedDocuments
+from fastrl.training.phases import Phase
 from fastrl.training.rollouts import SampledRollouts
+from fastrl.training.sources import SupervisedDocuments
 from tests.training.runs import tiny_parts
 
 

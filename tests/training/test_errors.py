@@ -1,9 +1,11 @@
 """Mistakes end `fastrl` with one message and exit code 2, and leave nothing behind."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from fastrl.cli import main
 from fastrl.training.optimizer import apply_update
@@ -33,10 +35,14 @@ def _error(
         ("environment.question_pattern=x", "must have a group (in parentheses)"),
         ("environment.prompt=x", "must contain `{question}`"),
         ("environment=null", "`phases.0` needs an `environment`"),
-        ("tokenizer.characters='0123'", "the character tokenizer has no ' ', '"),
+        ("tokenizer.characters='0123'", "`tokenizer.characters` must hold every character of"),
+        ("phases.0.max_tokens_per_micro_batch=5", "`phases.0.max_tokens_per_micro_batch` must be"),
+        ("phases.1.max_tokens_per_micro_batch=5", "`phases.1.max_tokens_per_micro_batch` must be"),
         ("model={type: pretrained, path: none}", "none/config.json: cannot be read: No such file"),
         ("model.vocab_size=7", "`model`: `vocab_size` must be at least the tokenizer's 15, got 7"),
-        ("device=tpu9", "`device` must be `auto`, `cpu` or `cuda`, got 'tpu9'"),
+        ("device=tpu9", "`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'tpu9'"),
+        ("device=meta", "`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'meta'"),
+        ("device=cuda:99", "`device` is 'cuda:99', but torch finds "),
         (
             "parallel.data=2",
             "`parallel` must have sizes that multiply to the number of processes, 1, got data 2 x",
@@ -70,6 +76,53 @@ def test_a_folder_that_is_in_use_stays_as_it_is(
     assert "run: must be new or empty; choose another --run-dir" in _error(tmp_path, capsys)
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert "must be a folder, is a file" in _error(tmp_path, capsys, name="file")
+
+
+def test_without_a_supervised_phase_prompts_are_checked_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phase = "{type: rl, steps: 1, losses: {policy: {type: grpo}}}"
+    error = _error(tmp_path, capsys, f"phases=[{phase}]", "tokenizer.characters='0123'")
+    assert error.startswith("`tokenizer.characters` must hold every character of")
+
+
+def test_a_prompt_without_tokens_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["environment.question_pattern=': (1?)'", "environment.heldout_prompts=1"]
+    error = _error(tmp_path, capsys, *overrides)
+    assert "every prompt must have at least one token, but the prompt of 'State the" in error
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    error = _error(tmp_path, capsys, name="file/run")
+    assert error == f"{tmp_path / 'file' / 'run'}: Not a directory\n"
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "fastrl.models.checkpoint.save_file"])
+def test_a_full_disk_is_one_message_and_leaves_no_part_of_a_checkpoint(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    writer: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        if writer == "torch.save":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(writer, fail)
+    run = tmp_path / "run"
+    assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]) == 2
+    error = capsys.readouterr().err
+    target = run / "checkpoints" / "supervised-000012"
+    assert error.startswith(f"fastrl: error: {target}: the checkpoint cannot be written: ")
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_a_malformed_rollout_line_is_named(

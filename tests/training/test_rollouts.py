@@ -137,12 +137,26 @@ def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
         _phase([path])
 
 
+@pytest.mark.parametrize(
+    ("index", "longest"), [(0, 7 + 3), (1, 7 + 3)], ids=["supervised", "sampler"]
+)
+def test_documents_that_may_be_longer_than_a_micro_batch_are_refused(
+    index: int, longest: int
+) -> None:
+    key = f"phases.{index}.max_tokens_per_micro_batch"
+    config, parts = tiny_parts("environment.heldout_prompts=1", f"{key}={longest}")
+    Phase(config, index, parts)
+    config, parts = tiny_parts("environment.heldout_prompts=1", f"{key}={longest - 1}")
+    with pytest.raises(UserError, match=f"`{key}` must be at least {longest}"):
+        Phase(config, index, parts)
+
+
 def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, _documents())
-    phase = _phase([path], "phases.1.max_tokens_per_micro_batch=4")
-    with pytest.raises(UserError, match="`max_tokens_per_micro_batch` must be at least 5"):
-        phase.step()
+    _phase([path], "phases.1.max_tokens_per_micro_batch=5")
+    with pytest.raises(UserError, match=r"`phases.1.max_tokens_\w+` must be at least 5"):
+        _phase([path], "phases.1.max_tokens_per_micro_batch=4")
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])

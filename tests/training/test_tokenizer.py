@@ -47,6 +47,11 @@ def test_a_character_is_a_token() -> None:
     assert tokenizer.decode([2, 3, 4, 3, 1, 0]) == "a + b"
 
 
+def test_ids_of_a_larger_vocabulary_are_text_that_nobody_writes() -> None:
+    tokenizer = _tokenizer(type="character", characters="ba")
+    assert tokenizer.decode([2, 3, 1, 40, 0]) == "a\ufffdb\ufffd"
+
+
 def test_the_default_alphabet_is_printable_ascii() -> None:
     tokenizer = _tokenizer(type="character")
     text = "".join(chr(code) for code in range(32, 127)) + "\n"
@@ -55,7 +60,7 @@ def test_the_default_alphabet_is_printable_ascii() -> None:
 
 
 def test_an_unknown_character_is_named() -> None:
-    with pytest.raises(UserError, match=r"has no 'x', 'y' of 'axby'; add it to"):
+    with pytest.raises(UserError, match=r"characters` must hold .* no 'x', 'y' of 'axby'"):
         _tokenizer(type="character", characters="ab").encode("axby")
 
 

@@ -1,0 +1,89 @@
+"""From a phase's config to the source of its documents, checked before the run begins."""
+
+from __future__ import annotations
+
+from fastrl.config.base import UserError
+from fastrl.config.training import (
+    FileRolloutsConfig,
+    RunConfig,
+    SupervisedPhaseConfig,
+)
+from fastrl.data.documents import Document
+from fastrl.training.order import ShuffledItems
+from fastrl.training.rollouts import FileRollouts, Rollouts, RolloutSource, SampledRollouts
+from fastrl.training.setup import Parts
+
+
+class SupervisedDocuments:
+    """Training prompts with the environment's answers, in random order.
+
+    Raises:
+        UserError: a problem has no answer, or holds a character that the tokenizer lacks.
+    """
+
+    def __init__(self, config: SupervisedPhaseConfig, parts: Parts, seed: str) -> None:
+        assert parts.environment is not None
+        tokenizer = parts.tokenizer
+        documents = []
+        for problem in parts.environment.train:
+            if problem.answer is None:
+                raise UserError(
+                    "a supervised phase needs answers, but the environment gives none for "
+                    f"{problem.prompt!r}; leave the phase out"
+                )
+            prompt = tokenizer.encode(problem.prompt)
+            answer = [*tokenizer.encode(problem.answer), tokenizer.end_token]
+            documents.append(Document(tokens=prompt + answer, prompt_length=len(prompt)))
+        self._number = config.documents_per_step
+        self._documents = ShuffledItems(documents, seed)
+        self.longest = max(len(document.tokens) for document in documents)
+
+    @property
+    def position(self) -> int:
+        """Documents taken so far."""
+        return self._documents.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._documents.position = position
+
+    def next(self) -> Rollouts:
+        """Takes the documents of a step."""
+        return Rollouts(self._documents.take(self._number), {}, [])
+
+
+def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
+    """Returns where a phase gets its documents; of files, all is read and checked.
+
+    Raises:
+        UserError: rollout files that cannot be used, problems without what the phase needs, or
+            documents that can be longer than a micro-batch.
+    """
+    source = _source(config, index, parts)
+    most = config.phases[index].max_tokens_per_micro_batch
+    if source.longest > most:
+        raise UserError(
+            f"`phases.{index}.max_tokens_per_micro_batch` must be at least {source.longest}, the "
+            f"most tokens that a document of this phase can have, got {most}"
+        )
+    return source
+
+
+def _source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
+    phase, seed = config.phases[index], phase_seed(config, index)
+    if isinstance(phase, SupervisedPhaseConfig):
+        return SupervisedDocuments(phase, parts, seed)
+    if isinstance(phase.rollouts, FileRolloutsConfig):
+        vocab_size = parts.llama.config.vocab_size
+        assert vocab_size is not None
+        losses = list(config.losses_of(phase).values())
+        return FileRollouts(phase.rollouts, phase.advantage, losses, vocab_size, seed)
+    assert parts.environment is not None
+    return SampledRollouts(
+        phase.rollouts, phase.advantage, parts.environment, parts.tokenizer, parts.sampler, seed
+    )
+
+
+def phase_seed(config: RunConfig, index: int) -> str:
+    """Returns what the random numbers of a phase follow from."""
+    return f"{config.seed}/phases/{index}"
