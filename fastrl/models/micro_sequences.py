@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.layers.language_model_head import HeadOutput
@@ -44,12 +45,14 @@ def backward_in_pieces(
             hidden.append(_hidden_states(llama, piece, run))
             run.keep()
     leaf = torch.cat(hidden).requires_grad_()
+    _stay_gathered(llama, True)
     output = llama.head_output(leaf, _as_gathered(llama, pieces, joined))
     assert output.loss is not None
     output.loss.backward()
     assert leaf.grad is not None
     grads = leaf.grad.split([part.shape[0] for part in hidden])
     for index in reversed(range(len(pieces))):
+        _stay_gathered(llama, index > 0)
         before = run.before(index)
         states = _hidden_states(llama, pieces[index], before)
         key_values = [before.current[layer] for layer in sorted(before.current)]
@@ -62,6 +65,12 @@ def backward_in_pieces(
         torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
         run.key_values[index].clear()
     return replace(output, loss=output.loss.detach())
+
+
+def _stay_gathered(llama: Llama, stay: bool) -> None:
+    """Whether embedding, norm and head stay gathered after a backward: one all-gather for all."""
+    if isinstance(llama, FSDPModule):
+        llama.set_reshard_after_backward(not stay, recurse=False)
 
 
 def _hidden_states(llama: Llama, piece: BatchKwargs, run: Pieces) -> Tensor:

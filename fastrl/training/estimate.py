@@ -98,8 +98,11 @@ class Weights:
     """Numbers of parameters on one tensor rank."""
 
     layer: int
-    root: int  # embedding, final norm and head
+    embedding: int
+    norm: int
+    head: int  # its bias alone where it is tied to the embedding
     num_layers: int
+    is_tied: bool
 
     @classmethod
     def of(cls, model: LlamaConfig, tensor: int) -> Weights:
@@ -116,9 +119,20 @@ class Weights:
         assert rows is not None
         shard = -(-rows // tensor)
         head = shard if model.head.vocabulary_parallel else rows
-        matrices = [head] if model.tie_word_embeddings else [head, shard]
-        root = size * sum(matrices) + size + (head if model.head.bias else 0)
-        return cls(sharded // tensor + whole, root, model.num_hidden_layers)
+        is_tied = model.tie_word_embeddings
+        return cls(
+            layer=sharded // tensor + whole,
+            embedding=size * (head if is_tied else shard),
+            norm=size,
+            head=(0 if is_tied else size * head) + (head if model.head.bias else 0),
+            num_layers=model.num_hidden_layers,
+            is_tied=is_tied,
+        )
+
+    @property
+    def root(self) -> int:
+        """Embedding, final norm and head."""
+        return self.embedding + self.norm + self.head
 
     @property
     def total(self) -> int:
@@ -228,8 +242,8 @@ def _tensor_collectives(
             yield call("all_reduce", "embeddings", states, pieces)
     if parallel.sequence_parallel:
         # Of two norms a layer and the final one, each rank's from its tokens.
-        norms, count = model.hidden_size * shapes.stored, 2 * layers + 1
-        at_end = not parallel.fully_sharded
+        at_end, count = not parallel.fully_sharded, 2 * layers + 1
+        norms = model.hidden_size * (shapes.stored if at_end else shapes.compute)
         yield Collective(
             "tensor",
             "all_reduce",
@@ -286,26 +300,35 @@ def _parameter_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
 ) -> Iterator[Collective]:
     weights = Weights.of(model, parallel.tensor)
+    if not parallel.fully_sharded:
+        for axis in ("data", "sequence_data"):
+            num_bytes, size = weights.total * shapes.stored, getattr(parallel, axis)
+            if size > 1:
+                yield Collective(axis, "all_reduce", "gradients", size, num_bytes, 1, True)
+        return
     size, axis = parallel.data * parallel.sequence_data, "data x sequence_data"
     if size == 1:
         return
-    if not parallel.fully_sharded:
-        num_bytes = weights.total * shapes.stored
-        yield Collective(axis, "all_reduce", "gradients", size, num_bytes, 1, per_update=True)
-        return
     forward, backward = _passes(model, parallel)
-    pieces = parallel.micro_sequences
+
+    def call(name: str, what: str, num_bytes: int, count: int) -> Collective:
+        return Collective(axis, name, what, size, num_bytes, count)
+
     # Recomputation within a backward finds the layer gathered.
     gathers = forward - (backward if model.activation_checkpointing else 0) + backward
     layers = weights.layer * weights.num_layers
-    yield Collective(axis, "all_gather", "layers", size, layers * shapes.compute, gathers)
-    root = weights.root * shapes.compute
-    yield Collective(axis, "all_gather", "embedding, head", size, root, pieces + (pieces > 1))
+    yield call("all_gather", "layers", layers * shapes.compute, gathers)
+    yield call("all_gather", "embedding, head", weights.root * shapes.compute, 1)
     reduced = max(shapes.stored, 4) if parallel.compute_dtype else shapes.stored
-    what = "gradients of layers"
-    yield Collective(axis, "reduce_scatter", what, size, layers * reduced, backward)
-    what = "gradients of embedding, head"
-    yield Collective(axis, "reduce_scatter", what, size, weights.root * reduced, 1)
+    yield call("reduce_scatter", "gradients of layers", layers * reduced, backward)
+    head, rest = weights.head * reduced, (weights.embedding + weights.norm) * reduced
+    if backward == 1:
+        yield call("reduce_scatter", "gradients of embedding, head", head + rest, 1)
+        return
+    # The head is reduced after its own backward, the embedding after that of every piece.
+    head += weights.embedding * reduced * weights.is_tied
+    yield call("reduce_scatter", "gradients of head", head, 1)
+    yield call("reduce_scatter", "gradients of embedding", rest, backward)
 
 
 def report(model: LlamaConfig, parallel: ParallelConfig, *, tokens: int, dtype: str) -> str:

@@ -24,7 +24,7 @@ from tests.training.runs import write_tiny
 
 TOKENS = 64
 MODEL = {
-    "vocab_size": 40,
+    "vocab_size": 200,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -38,7 +38,9 @@ CASES = {
     "tp2": {"tensor": 2},
     "stp2": {"tensor": 2, "sequence_parallel": True},
     "fsdp2": {"data": 2, "fully_sharded": True},
-    "fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
+    "dp2_sdp2": {"data": 2, "sequence_data": 2},
+    "fsdp2_ms4": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 4},
+    "tied_fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
     "fsdp2_stp2": {"data": 2, "tensor": 2, "sequence_parallel": True, "fully_sharded": True},
 }
 
@@ -81,7 +83,7 @@ def record(config: ParallelConfig, model: LlamaConfig) -> tuple[int, dict[tuple[
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) -> None:
     config = ParallelConfig.model_validate(CASES[name])
-    model = LlamaConfig.model_validate(MODEL)
+    model = LlamaConfig.model_validate(MODEL | {"tie_word_embeddings": name.startswith("tied")})
     layout = Ranks(config.data, config.sequence_data, config.tensor)
     num_parameters, sent = ranks(record, layout.world_size, config, model)[0]
     shapes = Shapes.of(config, TOKENS, "float32")
