@@ -150,11 +150,13 @@ def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
-def test_logprobs_come_from_the_same_pass(strategy: str) -> None:
+def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack(ragged_documents())
     head = make_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
     hidden = make_hidden(batch)
-    output = head(hidden, batch, return_logprobs=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "_evaluate", None)  # the second pass that there must not be
+        output = head(hidden, batch, return_logprobs=True)
     assert output.strategy == strategy
     assert output.logprobs is not None
     assert output.entropy is not None
@@ -237,9 +239,11 @@ def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
     """`single_pass` would round dz, some 1e-9 here, before the scale is known."""
     documents = [Document(tokens=[1, 2, 3], prompt_length=1, advantage=1e-4, logprobs=[-2.0, -2.0])]
     batch = pack(documents)
+    assert batch.advantages is not None
     for strategy, is_exact in (("auto", True), ("single_pass", False)):
-        config = LanguageModelHeadConfig(
-            hidden_size=4, vocab_size=8, strategy=strategy, losses={"policy": {"type": "grpo"}}
+        losses = {"policy": {"type": "grpo"}}
+        config = LanguageModelHeadConfig.model_validate(
+            {"hidden_size": 4, "vocab_size": 8, "strategy": strategy, "losses": losses}
         )
         head = LanguageModelHead(config, dtype=torch.float16)
         hidden = torch.zeros(batch.num_tokens, 4, dtype=torch.float16, requires_grad=True)
