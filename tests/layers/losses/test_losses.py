@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from operator import itemgetter
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from fastrl import BatchCounts, BatchKwargs, TokenBatch, TokenStatistics
+from fastrl.config import PolicyGradientLossConfig
 from fastrl.layers.losses import add_metrics, finish_metrics
 from tests.layers.losses.cases import (
     CASES,
     UNLIKELY,
     LossCase,
     pack,
+    policy_documents,
     random_statistics,
     reference_tokens,
     widen,
@@ -47,6 +52,51 @@ def test_value_and_gradient_are_the_definition(case: LossCase) -> None:
     for actual, wanted in zip(actual_grads, gradients(expected, statistics), strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-10, rtol=1e-10)
         assert actual[batch.labels == -100].count_nonzero() == 0
+
+
+POLICY_LOSSES = sorted(
+    {case.config["type"] for case in CASES if isinstance(case.parsed, PolicyGradientLossConfig)}
+)
+CHOICES: dict[str, list[Any]] = {
+    "kl": [
+        {"coefficient": 0.3, "estimator": "k1", "ratio_level": "document_product"},
+        {"coefficient": 0.3, "estimator": "k2", "gradient": "estimator"},
+        {"coefficient": 0.3, "gradient": "straight_through"},
+    ],
+    "rollout_correction": [
+        {"policy": "current", "low": 0.9},
+        {"level": "document", "mean": "geometric", "policy": "current", "high": 1.01},
+        {"level": "document", "mean": "product", "mode": "mask", "high": 1.3},
+    ],
+    "off_policy_mask": [{"threshold": 0.03, "behaviour": name} for name in ("old", "rollout")],
+    "max_staleness": [2],
+    "entropy": [{"bonus": 0.1}, {"bonus": 0.1, "top_fraction": 0.6}],
+    "normalisation": ["tokens", "documents", "groups"],
+}
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_options_compose(loss: str) -> None:
+    """Random choices of all options at once, without those that the config refuses."""
+    batch = pack(policy_documents())
+    statistics = random_statistics(batch)
+    draws = random.Random(loss)
+    number = 0
+    while number < 8:
+        options = {name: draws.choice([None, *values]) for name, values in CHOICES.items()}
+        given = {name: value for name, value in options.items() if value is not None}
+        case = LossCase(f"{loss} {given}", {"type": loss, **given})
+        try:
+            actual = case.loss()(statistics, batch)
+        except ValidationError:
+            continue
+        number += 1
+        expected = case.reference(reference_tokens(statistics, batch))
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10, msg=case.name)
+        for got, wanted in zip(
+            gradients(actual, statistics), gradients(expected, statistics), strict=True
+        ):
+            torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10, msg=case.name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
