@@ -55,6 +55,28 @@ class Padded:
         """[B], one a document."""
         return self.column("advantages")[:, 0]
 
+    def inputs(self) -> dict[str, Tensor]:
+        """What TRL's trainers read of a batch."""
+        return {
+            "prompt_ids": torch.zeros(len(self.slots), 1, dtype=torch.int64),
+            "prompt_mask": torch.ones(len(self.slots), 1, dtype=torch.int64),
+            "completion_ids": torch.where(self.mask, self.batch.labels[self.slots], 0),
+            "completion_mask": self.mask.long(),
+            "advantages": self.advantages,
+        }
+
+
+# TRL's, on one process.
+ACCELERATOR = SimpleNamespace(
+    device="cpu",
+    num_processes=1,
+    sync_gradients=True,
+    gather=lambda value: value,
+    gather_for_metrics=lambda value: value,
+    reduce=lambda value, reduction: value,
+    pad_across_processes=lambda value, dim, pad_index: value,
+)
+
 
 def padded(documents: list[Any]) -> Padded:
     """Documents with labels, none so far off the policy that ratios saturate."""
@@ -210,12 +232,7 @@ def computed_loss(
         "vespo_lambda_neg": 2.0,
         "steps_per_generation": 1,
     } | settings
-    inputs = {
-        "prompt_ids": torch.zeros(len(data.slots), 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(len(data.slots), 1, dtype=torch.int64),
-        "completion_ids": torch.where(data.mask, data.batch.labels[data.slots], 0),
-        "completion_mask": data.mask.long(),
-        "advantages": data.advantages,
+    inputs = data.inputs() | {
         "old_per_token_logps": data.column("old_logprobs"),
         "ref_per_token_logps": data.column("ref_logprobs"),
         "sampling_per_token_logps": data.column("rollout_logprobs"),
@@ -223,19 +240,12 @@ def computed_loss(
     }
     if "mode" in settings:
         inputs["importance_sampling_ratio"] = trl_rollout_ratio(inputs, data.mask, settings)
-    accelerator = SimpleNamespace(
-        num_processes=1,
-        sync_gradients=True,
-        gather=lambda value: value,
-        reduce=lambda value, reduction: value,
-        pad_across_processes=lambda value, dim, pad_index: value,
-    )
     trainer = SimpleNamespace(
         **settings,
         args=SimpleNamespace(**settings),
         loss_type=loss_type,
         model=SimpleNamespace(training=True),
-        accelerator=accelerator,
+        accelerator=ACCELERATOR,
         aux_loss_enabled=False,
         use_adaptive_entropy=False,
         _entropy_bonus_enabled=settings["entropy_coef"] != 0,
@@ -309,29 +319,109 @@ def test_liger(name: str) -> None:
     assert_same(data, ours, theirs, ("logprobs",))
 
 
-@pytest.mark.parametrize("variant", ["sigmoid", "hinge"])
-def test_liger_dpo(variant: str) -> None:
-    module = installed("liger_kernel.chunked_loss.dpo_loss")
-    data = padded(pair_documents())
-    ours = LossCase("dpo", {"type": "dpo", "variant": variant, "beta": 0.4}, pairs=True).loss()(
-        data.statistics, data.batch
+def test_trl_rloo() -> None:
+    """Its clipped ratio of whole documents is 1 on policy, where its gradient is REINFORCE's."""
+    trainer_class = installed("trl.trainer.rloo_trainer").RLOOTrainer
+    data = padded(policy_documents())
+    config = {"type": "reinforce", "normalisation": "constant", "length": 1}
+    ours = LossCase("rloo", config).loss()(data.statistics, data.batch)
+    logprobs, entropy = data.statistics.logprobs, data.statistics.entropy
+    assert entropy is not None
+    trainer = SimpleNamespace(
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        model=SimpleNamespace(training=True),
+        accelerator=ACCELERATOR,
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            data.pad(logprobs),
+            data.pad(entropy),
+            None,
+        ),
     )
+    inputs = data.inputs() | {"old_logps": data.pad(logprobs.detach()).sum(1)}
+    theirs = trainer_class._compute_loss(trainer, None, inputs)
+    (got,), (wanted,) = (torch.autograd.grad(loss, logprobs) for loss in (ours, theirs))
+    torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10)
+
+
+# fastrl config, TRL's and Liger's loss_type
+PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "sigmoid": ({"variant": "sigmoid"}, "sigmoid"),
+    "sigmoid_norm": ({"variant": "sigmoid", "log_ratio": "mean"}, "sigmoid_norm"),
+    "hinge": ({"variant": "hinge"}, "hinge"),
+    "ipo": ({"variant": "ipo", "log_ratio": "mean"}, "ipo"),
+}
+
+
+def preferences(name: str) -> tuple[Padded, Tensor, Tensor, Tensor]:
+    """Pairs, our loss of them, and the rows of the chosen and of the rejected documents."""
+    data = padded(pair_documents())
+    config = {"type": "dpo", "beta": 0.4} | PREFERENCES[name][0]
+    ours = LossCase("dpo", config, pairs=True).loss()(data.statistics, data.batch)
     assert data.batch.group_index is not None
     groups = data.pad(data.batch.group_index)[:, 0]
     order = groups.argsort(stable=True)
     chosen, rejected = (
         order[(data.advantages[order] * sign > 0).nonzero()[:, 0]] for sign in (1, -1)
     )
+    return data, ours, chosen, rejected
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_trl_dpo(name: str) -> None:
+    trainer_class = installed("trl.trainer.dpo_trainer").DPOTrainer
+    data, ours, chosen, rejected = preferences(name)
+    rows = torch.cat([chosen, rejected])
+    # Theirs has a first token that nothing predicts, and as many documents of each side.
+    mask = torch.nn.functional.pad(data.mask[rows].long(), (1, 0))
+    nothing = torch.zeros(len(rows), data.mask.shape[1], dtype=torch.float64)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        accelerator=ACCELERATOR,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[PREFERENCES[name][1]],
+        loss_weights=[1.0],
+        beta=0.4,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "ref_chosen_logps": data.column("ref_logprobs")[chosen].sum(1),
+        "ref_rejected_logps": data.column("ref_logprobs")[rejected].sum(1),
+    }
+    outputs = SimpleNamespace(
+        log_probs=data.pad(data.statistics.logprobs)[rows],
+        entropy=nothing,
+        mean_logits=nothing,
+        is_top1=nothing > 0,
+    )
+    theirs = trainer_class._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    assert_same(data, ours, theirs, ("logprobs",))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "hinge"])
+def test_liger_dpo(name: str) -> None:
+    module = installed("liger_kernel.chunked_loss.dpo_loss")
+    data, ours, chosen, rejected = preferences(name)
     sums = data.pad(data.statistics.logprobs).sum(1)
     ref_sums = data.column("ref_logprobs").sum(1)
     theirs = module.LigerFusedLinearDPOFunction.preference_loss_fn(
         sums[chosen],
         sums[rejected],
-        torch.empty(len(order), 1),
+        torch.empty(len(data.slots), 1),
         ref_sums[chosen],
         ref_sums[rejected],
         beta=0.4,
-        loss_type=variant,
+        loss_type=PREFERENCES[name][1],
     )[0]
     assert_same(data, ours, theirs, ("logprobs",))
 
