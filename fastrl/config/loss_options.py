@@ -95,8 +95,9 @@ class KLConfig(Config):
 class RolloutCorrectionConfig(Config):
     """Importance weights for tokens that a sampler with other numerics or weights drew.
 
-    w = policy / sampler from `rollout_logprobs`, always detached. The loss is still divided by the
-    original counts, also where weights are 0.
+    w = policy / sampler from `rollout_logprobs`, always detached. The policy is the old one, whose
+    ratio to the current one is the loss's own, or the current one for `reinforce`, which has no
+    ratio. The loss is still divided by the original counts, also where weights are 0.
     """
 
     level: Literal["token", "document"] = "token"
@@ -114,10 +115,6 @@ class RolloutCorrectionConfig(Config):
 
     high: float | None = Field(default=2.0, gt=0)
     """Upper bound of the weights; none with null."""
-
-    policy: Literal["old", "current"] = "old"
-    """The numerator: `old_logprobs`, or the policy being trained (for a loss that has no ratio of
-    its own)."""
 
     @model_validator(mode="after")
     def _bounds_and_mean(self) -> "RolloutCorrectionConfig":

@@ -239,11 +239,6 @@ class ReinforceLossConfig(PolicyGradientLossConfig):
                 "`kl.gradient: ratio` must not be given with `type: reinforce`, which has no ratio;"
                 " use `straight_through`, or `type: cispo`"
             )
-        if self.rollout_correction is not None and self.rollout_correction.policy == "old":
-            raise ValueError(
-                "`rollout_correction.policy: old` must not be given with `type: reinforce`, which"
-                " does not use `old_logprobs`; use `policy: current`"
-            )
         if self.off_policy_mask is not None and self.off_policy_mask.behaviour == "old":
             raise ValueError(
                 "`off_policy_mask.behaviour: old` must not be given with `type: reinforce`, which"

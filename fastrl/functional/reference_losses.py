@@ -233,7 +233,7 @@ def policy_gradient(tokens: Tokens, options: Options, surrogate: Surrogate, leve
         advantage = torch.stack([tokens.advantages[t] for t in slots]).mean()
         for t in slots:
             a = advantage if level in ("document", "clipped_document") else tokens.advantages[t]
-            weight = token_weight(tokens, options, slots, t, a) if t in top else 0.0
+            weight = token_weight(tokens, options, slots, t, a, level) if t in top else 0.0
             values[t] = tokens.logprobs.new_zeros(())
             if weight != 0:
                 ratio = token_ratio(tokens, slots, t, level, options)
@@ -274,14 +274,14 @@ def token_ratio(tokens: Tokens, slots: list[int], t: int, level: str, options: O
 
 
 def token_weight(
-    tokens: Tokens, options: Options, slots: list[int], t: int, advantage: Tensor
+    tokens: Tokens, options: Options, slots: list[int], t: int, advantage: Tensor, level: str
 ) -> float:
     """The product of the weights and masks of token t."""
     weight = 1.0
     correction = options["rollout_correction"]
     if correction is not None:
         assert tokens.rollout_logprobs is not None
-        policy = tokens.logprobs if correction["policy"] == "current" else tokens.old_logprobs
+        policy = tokens.logprobs if level == "none" else tokens.old_logprobs
         assert policy is not None
         logs = {s: (policy[s] - tokens.rollout_logprobs[s]).item() for s in slots}
         log_weight = logs[t]

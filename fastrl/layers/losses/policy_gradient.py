@@ -202,14 +202,16 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
     def _rollout_log_weights(
         self, logprobs: Tensor, batch: BatchKwargs, mask: Tensor
     ) -> Tensor | None:
-        """policy - sampler of each token, detached; None without a correction."""
-        config = self.config.rollout_correction
-        if config is None:
+        """old - sampler of each token, current - sampler without a ratio; None without correction.
+
+        The ratio is new / old, so that either way weight and ratio are new / sampler together.
+        """
+        if self.config.rollout_correction is None:
             return None
         reason = " with `rollout_correction`"
         sampler = required(batch.rollout_logprobs, "rollout_logprobs", self, reason)
         policy = logprobs.detach()
-        if config.policy == "old":
+        if self.ratio_level != "none":
             policy = required(batch.old_logprobs, "old_logprobs", self, reason)
         return masked(policy - sampler, mask)
 

@@ -137,7 +137,6 @@ CASES = [
                 }
             },
         ),
-        ("current", {"rollout_correction": {"policy": "current", "high": 1.1}}),
         ("off_policy", CLIP | {"off_policy_mask": {"threshold": 0.02}}),
         ("stale", {"max_staleness": 2}),
         ("bonus", CLIP | {"entropy": {"bonus": 0.1}}),
@@ -169,7 +168,7 @@ CASES = [
             "options",
             {
                 "kl": {"coefficient": 0.2, "gradient": "straight_through"},
-                "rollout_correction": {"policy": "current", "high": 1.05},
+                "rollout_correction": {"high": 1.05},
                 "off_policy_mask": {"threshold": 0.05, "behaviour": "rollout"},
             },
         ),

@@ -81,10 +81,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "vespo", "rollout_correction": {}}, "`rollout_correction` must not be given"),
     ({"type": "reinforce", "kl": {"coefficient": 1.0}}, "`kl.gradient: ratio` must not be given"),
     (
-        {"type": "reinforce", "rollout_correction": {}},
-        "`rollout_correction.policy: old` must not be given",
-    ),
-    (
         {"type": "reinforce", "off_policy_mask": {"threshold": 1.0}},
         "`off_policy_mask.behaviour: old` must not be given",
     ),

@@ -64,8 +64,8 @@ CHOICES: dict[str, list[Any]] = {
         {"coefficient": 0.3, "gradient": "straight_through"},
     ],
     "rollout_correction": [
-        {"policy": "current", "low": 0.9},
-        {"level": "document", "mean": "geometric", "policy": "current", "high": 1.01},
+        {"low": 0.9},
+        {"level": "document", "mean": "geometric", "high": 1.01},
         {"level": "document", "mean": "product", "mode": "mask", "high": 1.3},
     ],
     "off_policy_mask": [{"threshold": 0.03, "behaviour": name} for name in ("old", "rollout")],
