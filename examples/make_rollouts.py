@@ -2,8 +2,10 @@
 
     python examples/make_rollouts.py runs/grpo rollouts.jsonl --steps 50
 
-The prompts are training prompts of the run's environment, groups and temperature those of its first
-RL phase that samples. A file in this form may as well come from any other program: docs/data.md.
+The weights are those of the run's latest checkpoint, or of `--checkpoint`. The prompts are training
+prompts of the run's environment, groups and temperature those of its first RL phase that samples;
+groups that the phase drops for equal rewards are left out. A file in this form may as well come
+from any other program: docs/data.md.
 """
 
 import argparse
@@ -11,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fastrl.config import RunConfig, load_config
+from fastrl.config import RunConfig, UserError, load_config
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
-from fastrl.training.checkpoint import latest_checkpoint
+from fastrl.training.checkpoint import CHECKPOINTS_FOLDER, latest_checkpoint
 from fastrl.training.rollouts import SampledRollouts
 from fastrl.training.setup import build_parts
 
 
-def sampled(run: Path, steps: int) -> Iterator[Document]:
+def sampled(run: Path, checkpoint: Path, steps: int) -> Iterator[Document]:
     """Yields documents with reward and group, and without advantages."""
     config = load_config(RunConfig, run / "config.yaml")
     phase = next(p for p in config.phases if p.type == "rl" and p.rollouts.type == "sampler")
-    parts = build_parts(config, checkpoint=latest_checkpoint(run))
+    parts = build_parts(config, checkpoint=checkpoint)
     assert parts.environment is not None
     parts.generator.manual_seed(config.seed)
     source = SampledRollouts(
@@ -44,7 +46,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("file", type=Path, help="a new .jsonl or .parquet file")
-    parser.add_argument("--steps", type=int, default=50, help="steps of the phase to sample")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="such as supervised-000200 (default: the latest)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, help="steps of the phase to sample (default: 50)"
+    )
     arguments = parser.parse_args()
-    number = write_rollouts(arguments.file, sampled(arguments.run, arguments.steps))
+    run, name = arguments.run, arguments.checkpoint
+    try:
+        checkpoint = latest_checkpoint(run) if name is None else run / CHECKPOINTS_FOLDER / name
+        number = write_rollouts(arguments.file, sampled(run, checkpoint, arguments.steps))
+    except UserError as error:
+        parser.error(str(error))
     print(f"{arguments.file}: {number} documents")

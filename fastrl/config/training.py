@@ -252,6 +252,12 @@ class FileRolloutsConfig(Config):
     """Documents of a step. Groups stay whole, so a step takes groups until it has at least so many.
     All groups come, in random order, before any comes again."""
 
+    ignore: tuple[str, ...] = ()
+    """Columns beside those of docs/data.md that the files may have and nothing reads."""
+
+    reward_columns: dict[str, float] = Field(default_factory=dict)
+    """Name and weight of columns whose weighted sum is the reward, instead of `reward`."""
+
 
 RolloutsConfig = Annotated[SamplerRolloutsConfig | FileRolloutsConfig, Field(discriminator="type")]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fastrl.config.base import UserError
 from fastrl.data.advantages import combined_rewards
 from fastrl.data.documents import (
     Document,
@@ -116,7 +117,7 @@ class RecordReader:
         if unknown := sorted(set(self.require) - set(REQUIRABLE)):
             raise ValueError(f"`require` must name fields of {list(REQUIRABLE)}, got {unknown}")
         if clash := sorted({*self.ignore, *self.reward_columns} & set(KINDS)):
-            raise ValueError(f"`ignore` and `reward_columns` must not name {clash}, which are read")
+            raise UserError(f"`ignore` and `reward_columns` must not name {clash}, which are read")
 
     def columns_to_read(self, names: Collection[str]) -> list[str]:
         """The columns of a file that are read; refuses those that nobody knows."""

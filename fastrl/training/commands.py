@@ -82,7 +82,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         writer.close()
     parts.processes.close()
     if config.logging.report and is_main:
-        write_report(run_dir, title=run_dir.name)
+        end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
+        write_report(run_dir, title=f"{run_dir.name}: {end}")
     if not finished:
         _say(console, f"stopped after step {trainer.state.step} and saved; go on with --resume")
         raise KeyboardInterrupt

@@ -28,7 +28,7 @@ def write_report(run_dir: Path, *, title: str) -> Path:
     steps, rewards = _curve(records, "heldout/reward")
     axes[0, 0].plot(steps, rewards, "o-", color="black", label="held out")
     axes[0, 0].legend(loc="best")
-    _draw(axes[0, 1], "loss", _curves(records, "loss"))
+    _draw_losses(axes[0, 1], records)
     _draw(axes[1, 0], "entropy (nats a token)", _curves(records, "entropy"))
     _draw(axes[1, 1], "clip fraction", _curves(records, "clip_fraction"))
     for axis in axes[1]:
@@ -62,10 +62,29 @@ def _curves(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Curve]:
     return {name: _curve(records, key) for name, key in names.items()}
 
 
+def _draw_losses(axis: Any, records: Sequence[dict[str, Any]]) -> None:
+    """Draws the last phase to a scale of its own: a policy loss is far below a cross-entropy."""
+    last = records[-1]["phase"] if records else None
+    before = _curves([record for record in records if record["phase"] != last], "loss")
+    curves = _curves([record for record in records if record["phase"] == last], "loss")
+    if not before:
+        _draw(axis, "loss", curves)
+        return
+    _draw(axis, "loss", before)
+    right = axis.twinx()
+    _plot(right, {f"{name} (right)": curve for name, curve in curves.items()}, len(before))
+    axis.get_legend().remove()
+    right.legend(handles=[*axis.lines, *right.lines], loc="upper right")
+
+
 def _draw(axis: Any, title: str, curves: dict[str, Curve]) -> None:
     axis.set_title(title)
     axis.grid(alpha=0.3)
-    for name, (steps, values) in curves.items():
-        axis.plot(steps, values, linewidth=1.0, label=name)
+    _plot(axis, curves)
     if curves:
         axis.legend(loc="best")
+
+
+def _plot(axis: Any, curves: dict[str, Curve], first_color: int = 0) -> None:
+    for number, (name, (steps, values)) in enumerate(curves.items(), first_color):
+        axis.plot(steps, values, linewidth=1.0, label=name, color=f"C{number}")

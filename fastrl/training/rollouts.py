@@ -177,7 +177,12 @@ class FileRollouts:
         self._advantage = advantage
         groups: dict[object, list[Document]] = defaultdict(list)
         for path in config.paths:
-            documents = read_rollouts(path, require=("advantage", *required_logprobs(losses)))
+            documents = read_rollouts(
+                path,
+                require=("advantage", *required_logprobs(losses)),
+                ignore=config.ignore,
+                reward_columns=config.reward_columns,
+            )
             for number, document in enumerate(documents, start=1):
                 largest = max(document.tokens)
                 if largest >= vocab_size:

@@ -6,6 +6,7 @@ import pytest
 
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
+from fastrl.config.training import PretrainedLlamaConfig
 from fastrl.training.environment import ReasoningGymEnvironment
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -34,6 +35,15 @@ def test_the_two_examples_differ_in_the_loss_alone() -> None:
     phases = (gspo.phases[0], gspo.phases[1].model_copy(update={"name": "grpo"}))
     model = gspo.model.model_copy(update={"head": head})
     assert gspo.model_copy(update={"phases": phases, "model": model}) == grpo
+
+
+def test_the_offline_example_goes_on_with_the_model_of_the_first() -> None:
+    grpo = load_config(RunConfig, EXAMPLES / "llama_grpo.yaml")
+    offline = load_config(RunConfig, EXAMPLES / "offline_grpo.yaml")
+    assert isinstance(offline.model, PretrainedLlamaConfig)
+    warm_up = grpo.phases[0]
+    assert offline.model.path.endswith(f"{grpo.phase_name(0)}-{warm_up.steps:06}")
+    assert (offline.tokenizer, offline.environment) == (grpo.tokenizer, grpo.environment)
 
 
 def test_heldout_prompts_of_the_examples_are_not_trained_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from fastrl.cli import main
+from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.metrics import read_metrics
+from fastrl.training.phases import Phase
 from tests.training.conftest import FinishedRun
-from tests.training.runs import final_weights
+from tests.training.runs import final_weights, tiny_parts
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 
@@ -40,7 +43,7 @@ def test_offline_from_one_run_to_another(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rollouts = tmp_path / f"rollouts.{suffix}"
-    arguments = [str(finished.folder), str(rollouts), "--steps", "4"]
+    arguments = [str(finished.folder), str(rollouts), "--steps", "4", "--checkpoint", "rl-000016"]
     monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     documents = list(read_rollouts(rollouts))
@@ -68,3 +71,40 @@ def test_offline_from_one_run_to_another(
     assert main(["eval", str(run)]) == 2
     assert "the run has no `environment`" in capsys.readouterr().err
     assert main(["sample", str(run), "1 + 1 ="]) == 0
+
+
+def test_columns_of_a_file_by_name(tmp_path: Path) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    record = {"tokens": [1, 2, 0], "prompt_length": 1, "logprobs": [-1.0, -2.0], "source": "web"}
+    rollouts.write_text(
+        "".join(
+            json.dumps(record | {"group_id": 0, "right": right, "form": 1 - right}) + "\n"
+            for right in (0.0, 1.0)
+        ),
+        encoding="utf-8",
+    )
+    files = {"type": "files", "paths": [str(rollouts)], "documents_per_step": 2}
+    named = files | {"ignore": ["source"], "reward_columns": {"right": 1.0, "form": 0.25}}
+    overrides = ["phases.1.advantage.scale=none", f"phases.1.rollouts={json.dumps(named)}"]
+    config, parts = tiny_parts("environment.heldout_prompts=1", *overrides)
+    step = Phase(config, 1, parts).source.next()
+    assert sorted(document.reward or 0.0 for document in step.documents) == [0.25, 1.0]
+    files["ignore"] = ["source", "tokens"]
+    config, parts = tiny_parts(f"phases.1.rollouts={json.dumps(files)}")
+    with pytest.raises(UserError, match=r"must not name \['tokens'\], which are read"):
+        Phase(config, 1, parts)
+
+
+def test_a_checkpoint_that_is_not_there_is_one_message(
+    tmp_path: Path,
+    finished: FinishedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    arguments = [str(finished.folder), str(rollouts), "--checkpoint", "none"]
+    monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "none/config.json: cannot be read: No such file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
