@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
 
 from fastrl.data.documents import Document
 from fastrl.data.packing import pack_documents
@@ -15,7 +17,8 @@ def packs_of_rank(
     """Returns the documents of each micro-batch of a data rank: as many on every rank.
 
     Collectives need the same micro-batches on all ranks, so a rank that has fewer documents gets
-    fillers, which have no label and count nowhere.
+    fillers, which have no label and count nowhere. If any document is scored, all have a reward
+    (NaN is none), as all ranks must compute the same metrics.
 
     Args:
         documents: of one update, at least one.
@@ -23,6 +26,11 @@ def packs_of_rank(
         size: of the data axis.
         max_tokens: of a micro-batch.
     """
+    if any(document.reward is not None for document in documents):
+        documents = [
+            replace(document, reward=nan) if document.reward is None else document
+            for document in documents
+        ]
     packs = [pack_documents(part, max_tokens) for part in deal(documents, size)]
     most = max(map(len, packs))
     return packs[rank] + [[_filler(documents[0])]] * (most - len(packs[rank]))
@@ -69,5 +77,6 @@ def _filler(document: Document) -> Document:
         temperature=document.temperature,
         kept_tokens=None if document.kept_tokens is None else [],
         model_version=document.model_version,
+        reward=document.reward,
         group_id=document.group_id,
     )
