@@ -72,7 +72,7 @@ def linear_divergence(
         beta: only for `jensen_shannon`.
 
     Raises:
-        ValueError: the teacher's tensors do not fit the student's.
+        ValueError: the teacher's tensors do not fit the student's, or its cap is not positive.
     """
     _check_teacher(teacher, hidden_states, weight)
     tp = problem.groups.tp
@@ -126,3 +126,5 @@ def _check_teacher(teacher: Teacher, hidden_states: Tensor, weight: Tensor) -> N
         raise ValueError(
             f"`teacher.bias` must be of shape [{weight.shape[0]}], got {list(teacher.bias.shape)}."
         )
+    if teacher.softcap is not None and not teacher.softcap > 0:
+        raise ValueError(f"`teacher.softcap` must be positive or None, got {teacher.softcap}.")

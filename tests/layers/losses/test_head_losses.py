@@ -234,6 +234,10 @@ def test_a_teacher_is_given_where_it_is_needed_alone() -> None:
         make_head({"policy": {"type": "distillation"}})(
             hidden, batch, teacher=replace(teacher, weight=teacher.weight[:-1])
         )
+    with pytest.raises(ValueError, match=r"`teacher.softcap` must be positive or None, got 0"):
+        make_head({"policy": {"type": "distillation"}})(
+            hidden, batch, teacher=replace(teacher, softcap=0.0)
+        )
 
 
 def test_distillation_beside_a_policy_loss() -> None:
