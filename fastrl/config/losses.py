@@ -166,12 +166,18 @@ class HeadOptions(Config):
     `max_logits_bytes` permit it, and not in fp16: there the gradient of the logits would be rounded
     before the loss scale is known."""
 
+    drop_inactive_rows: bool = False
+    """Whether the backward of `recompute` looks for tokens whose gradient turned out to be 0
+    (clipped, filtered) and leaves them out, for which it waits for the device once. Tokens known to
+    be inactive beforehand (no label, zero advantage) are left out anyway."""
+
     chunk_size: int | None = Field(default=None, gt=0)
     """Most rows of logits that may exist at a time; bounded by `max_logits_bytes` alone by
     default."""
 
     max_logits_bytes: int = Field(default=9 * 2**28, gt=0)
-    """Most bytes of logits that may exist at a time."""
+    """Most bytes of logits that may exist at a time. `single_pass` in several chunks takes half of
+    it, since it also keeps a sum of the weight's gradient in fp32."""
 
     vocabulary_parallel: bool = True
     """Whether the weight's rows are sharded over the tensor axis; otherwise it is replicated."""
@@ -179,6 +185,15 @@ class HeadOptions(Config):
     metrics: bool = True
     """Whether the losses' metrics (ratio, clip fractions, entropy, ...) are computed. Without
     them, tokens of zero advantage do not enter the head at all."""
+
+    @model_validator(mode="after")
+    def _dropping_has_an_effect(self) -> "HeadOptions":
+        if self.drop_inactive_rows and self.strategy == "single_pass":
+            raise ValueError(
+                "`drop_inactive_rows` must not be given with `strategy: single_pass`, which forms"
+                " the gradient of a token before anything is known of it; use auto or recompute"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_losses(self) -> "HeadOptions":

@@ -2,7 +2,7 @@
 
 `linear_logprobs` is the public op, with the `recompute` strategy: its forward keeps nothing of
 vocabulary size and its backward computes logits again, tile by tile. `linear_loss` is the
-`single_pass` strategy. Both stand on `row_ops` and differ in the order of the work only.
+`single_pass` strategy. Both stand on `products` and differ in the order of the work only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastrl.functional.autograd import exactly, first_order
 from fastrl.functional.hidden_gradient import HiddenGradient
 from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul_rounded
 from fastrl.functional.problem import HeadProblem, check_inputs, scatter_rows
@@ -51,6 +51,7 @@ def linear_logprobs(
     weight_rows: int | None = None,
     rows: Tensor | None = None,  # [R]
     gradient_rows: Tensor | None = None,  # [G]
+    drop_inactive_rows: bool = False,
     chunk_size: int | None = None,
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
 ) -> TokenStatistics:
@@ -81,6 +82,8 @@ def linear_logprobs(
         rows: indices of the labelled tokens, if the caller knows them: without, they are found
             from `labels`, which waits for the device.
         gradient_rows: the subset of `rows` that can have a non-zero gradient, if known.
+        drop_inactive_rows: whether the backward looks for rows without a gradient (clipped,
+            filtered) and leaves them out, which waits for the device.
         chunk_size: most rows of logits that may exist at a time.
         max_logits_bytes: most bytes of logits that may exist at a time.
 
@@ -105,6 +108,7 @@ def linear_logprobs(
         max_logits_bytes=max_logits_bytes,
         entropy=entropy,
         rows=rows,
+        drop_inactive_rows=drop_inactive_rows,
     )
     return streaming_logprobs(hidden_states, weight, bias, problem, gradient_rows)
 
@@ -156,6 +160,7 @@ class _LinearLogprobs(torch.autograd.Function):
     """Statistics of all labelled rows; the backward computes logits again (8 T D V in all)."""
 
     @staticmethod
+    @exactly
     def forward(
         ctx: Any,
         hidden_states: Tensor,
@@ -182,11 +187,12 @@ class _LinearLogprobs(torch.autograd.Function):
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
-    @once_differentiable
+    @first_order
+    @exactly
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_states, weight, bias, logsumexp, entropy = ctx.saved_tensors
         problem: HeadProblem = ctx.problem
-        rows: Tensor = ctx.gradient_rows
+        rows = problem.active_rows(ctx.gradient_rows, *grads)
         grad_logprobs, grad_entropy, grad_logsumexp = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
@@ -210,8 +216,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden = total.finish()
         return (
             grad_hidden,
-            problem.reduce_grad_weight(grad_weight),
-            problem.reduce_grad_weight(grad_bias),
+            problem.finish_weight_gradient(grad_weight, weight.dtype),
+            problem.finish_weight_gradient(grad_bias, weight.dtype),
             None,
             None,
         )

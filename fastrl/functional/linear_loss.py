@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastrl.functional.autograd import exactly, first_order
 from fastrl.functional.hidden_gradient import HiddenGradient
 from fastrl.functional.linear_logprobs import forward_statistics
 from fastrl.functional.matmul import compute_dtype
@@ -67,6 +67,7 @@ class _LinearLoss(torch.autograd.Function):
     """Forms all gradients in the forward; the backward scales them."""
 
     @staticmethod
+    @exactly
     def forward(
         ctx: Any,
         hidden_states: Tensor,
@@ -90,10 +91,16 @@ class _LinearLoss(torch.autograd.Function):
         return run.loss, *outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
+    @exactly
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         keep_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
+        if gradients is None:
+            raise RuntimeError(
+                "the graph of the head was used up by its first backward; pass `retain_graph=True`"
+                " there."
+            )
         if not keep_graph:
             # Without a reference from here autograd takes the buffer as it is, without a copy.
             ctx.gradients = None
@@ -124,24 +131,25 @@ class _SinglePass:
         self.grad_hidden = HiddenGradient(problem, hidden_states) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
-            # One chunk is one product, which sums in fp32 inside.
-            self.grad_weight = (
-                torch.empty_like(weight, memory_format=torch.contiguous_format)
-                if num_chunks == 1
-                else torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+            # One chunk is one product, which sums in fp32 inside; several are added up in fp32.
+            self.grad_weight = torch.empty(
+                weight.shape,
+                dtype=weight.dtype if num_chunks <= 1 else self.dtype,
+                device=weight.device,
             )
-        self.has_one_chunk = num_chunks == 1
+            if num_chunks == 0:
+                self.grad_weight.zero_()
         self.grad_bias: Tensor | None = None
         if needs[2] and bias is not None:
             self.grad_bias = torch.zeros_like(bias, dtype=self.dtype)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, in their dtypes."""
-        reduce = self.problem.reduce_grad_weight
+        finish = self.problem.finish_weight_gradient
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
-            reduce(_to_dtype(self.grad_weight, self.weight.dtype)),
-            reduce(_to_dtype(self.grad_bias, self.weight.dtype)),
+            finish(self.grad_weight, self.weight.dtype),
+            finish(self.grad_bias, self.weight.dtype),
         )
 
     def chunk(self, start: int, stop: int, loss: ChunkLoss) -> None:
@@ -166,7 +174,7 @@ class _SinglePass:
             self.grad_hidden.write(rows, grad_logits.times(self.weight), grad_logits.factors)
             if stop == self.rows.shape[0]:
                 self.grad_hidden.end()
-        if self.grad_weight is not None and self.has_one_chunk:
+        if self.grad_weight is not None and start == 0:
             grad_logits.transposed_times(hidden, out=self.grad_weight)
         elif self.grad_weight is not None:
             grad_logits.add_transposed_times(hidden, self.grad_weight)
@@ -218,10 +226,6 @@ def _loss_gradients(
     logprobs = torch.zeros_like(leaves.logprobs) if grads[0] is None else grads[0]
     entropy = grads[1] if leaves.entropy is not None else None
     return value.detach(), RowGradients(logprobs, entropy, grads[-1])
-
-
-def _to_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
 
 
 def _scaled(grad: Tensor | None, factor: Tensor, in_place: bool) -> Tensor | None:

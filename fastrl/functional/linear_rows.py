@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from fastrl.functional.autograd import exactly, first_order
 from fastrl.functional.hidden_gradient import HiddenGradient
 from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul
 from fastrl.functional.problem import HeadProblem, scatter_rows
@@ -144,6 +144,7 @@ class _ToColumns(torch.autograd.Function):
 
 class _LinearRows(torch.autograd.Function):
     @staticmethod
+    @exactly
     def forward(
         ctx: Any,
         hidden_states: Tensor,
@@ -167,7 +168,8 @@ class _LinearRows(torch.autograd.Function):
         return scatter_rows(outputs.t(), problem.rows, problem.num_tokens).t()
 
     @staticmethod
-    @once_differentiable
+    @first_order
+    @exactly
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight, bias = ctx.saved_tensors
         problem: HeadProblem = ctx.problem
@@ -177,8 +179,9 @@ class _LinearRows(torch.autograd.Function):
         grad_hidden = HiddenGradient(problem, hidden_states) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        for chunk in _chunks(problem, ctx.gradient_rows, weight):
-            rows = ctx.gradient_rows[chunk]
+        gradient_rows = problem.active_rows(ctx.gradient_rows, *grads[0])
+        for chunk in _chunks(problem, gradient_rows, weight):
+            rows = gradient_rows[chunk]
             with torch.enable_grad():
                 products = matmul(hidden[rows], weight.t()).detach().requires_grad_()
                 outputs = ctx.function(_logits(products, bias, problem, rows), rows)
@@ -191,10 +194,8 @@ class _LinearRows(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         return (
             None if grad_hidden is None else grad_hidden.finish(),
-            problem.reduce_grad_weight(
-                None if grad_weight is None else grad_weight.to(weight.dtype)
-            ),
-            problem.reduce_grad_weight(None if grad_bias is None else grad_bias.to(bias.dtype)),
+            problem.finish_weight_gradient(grad_weight, weight.dtype),
+            problem.finish_weight_gradient(grad_bias, weight.dtype),
             *[None] * 4,
         )
 

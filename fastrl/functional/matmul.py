@@ -29,8 +29,13 @@ def matmul_rounded(
     out: Tensor,  # [M, N]
 ) -> None:
     """out = a b, summed in `compute_dtype` and rounded once to out's dtype."""
+    dtype = compute_dtype(b.dtype)
     if _has_wide_results(a, b) and out.dtype == a.dtype:
         torch.mm(a, b, out=out)
+    elif _has_wide_results(a, b) and out.dtype == dtype:
+        torch.mm(a, b, out_dtype=dtype, out=out)
+    elif out.dtype == dtype:
+        torch.mm(a.to(dtype), b.to(dtype), out=out)
     else:
         out.copy_(matmul(a, b))
 

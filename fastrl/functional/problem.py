@@ -20,6 +20,8 @@ from fastrl.parallel import (
     vocab_shard,
 )
 
+# Elements of a weight's gradient that are widened at a time: 64 MiB in fp32.
+_REDUCED_ELEMENTS = 2**24
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -36,6 +38,7 @@ class HeadProblem:
     chunk_size: int | None
     max_logits_bytes: int
     groups: ParallelGroups
+    drop_inactive_rows: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +54,10 @@ class HeadProblem:
         """The tile of logits of this rank's weight rows [first, last)."""
         column = self.first_column + first
         valid = min(max(self.vocab_size - column, 0), last - first)
-        return VocabularyTile(column, valid, None if bias is None else bias[first:last])
+        # Kernels take the columns' biases one after the other.
+        return VocabularyTile(
+            column, valid, None if bias is None else bias[first:last].contiguous()
+        )
 
     def gather_hidden(self, hidden_states: Tensor) -> Tensor:
         """[T, D]: all tokens' hidden states, gathered over `sp` where they are sharded."""
@@ -67,11 +73,36 @@ class HeadProblem:
         parts = gather_first_dim(statistics, self.groups.tp)
         return merge_running_statistics(parts.view(group_size(self.groups.tp), *statistics.shape))
 
-    def reduce_grad_weight(self, grad: Tensor | None) -> Tensor | None:
-        """Gradient of a replicated weight under `sp`: summed over the slices of the tokens."""
-        if grad is not None and self.groups.sp is not None and self.groups.tp is None:
-            dist.all_reduce(grad, group=self.groups.sp)
-        return grad
+    def active_rows(self, rows: Tensor, *grads: Tensor | None) -> Tensor:  # [R], [T] each
+        """Those of `rows` at which an upstream gradient is not 0; all, unless told to drop them.
+
+        Waits for the device. One all-reduce over `tp`: ranks whose gradients differ in the last bit
+        must not differ in their rows.
+        """
+        if not self.drop_inactive_rows:
+            return rows
+        is_active = torch.zeros(rows.shape, dtype=torch.int32, device=rows.device)
+        for grad in grads:
+            if grad is not None:
+                is_active |= grad[rows] != 0
+        if self.groups.tp is not None:
+            dist.all_reduce(is_active, op=dist.ReduceOp.MAX, group=self.groups.tp)
+        return rows[is_active.bool()]
+
+    def finish_weight_gradient(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of weight or bias in `dtype`; destroys `grad`.
+
+        That of a weight replicated over `sp` is summed over the slices of the tokens, in
+        `compute_dtype` and piece by piece: a sum in 16 bits would round once a rank.
+        """
+        if grad is None:
+            return None
+        if self.groups.sp is not None and self.groups.tp is None:
+            for part in grad.split(max(_REDUCED_ELEMENTS // grad[0].numel(), 1)):
+                wide = part.to(compute_dtype(part.dtype))
+                dist.all_reduce(wide, group=self.groups.sp)
+                part.copy_(wide)
+        return grad.to(dtype)
 
 
 def scatter_rows(values: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
@@ -95,6 +126,7 @@ def check_inputs(
     max_logits_bytes: int,
     entropy: bool,
     rows: Tensor | None,
+    drop_inactive_rows: bool = False,
 ) -> HeadProblem:
     """The problem, or a ValueError (TypeError) that names the argument that does not fit."""
     groups = groups or ParallelGroups()
@@ -135,6 +167,7 @@ def check_inputs(
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
         groups=groups,
+        drop_inactive_rows=drop_inactive_rows,
     )
 
 

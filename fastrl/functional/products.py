@@ -21,7 +21,7 @@ from fastrl.functional.row_ops import (
     update_row_statistics,
 )
 from fastrl.functional.statistics import TokenStatistics, new_running_statistics
-from fastrl.kernels import can_run, can_run_fused
+from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 
 
 def keeps_no_logits(hidden: Tensor, weight: Tensor) -> bool:
@@ -37,8 +37,8 @@ def gradient_itemsize(hidden: Tensor, weight: Tensor) -> int:
 
 
 def chunk_itemsize(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes an element of a chunk of `single_pass`."""
-    return 2 if _keeps_exponentials(hidden, weight) else compute_dtype(hidden.dtype).itemsize
+    """Bytes an element of a chunk of `single_pass`; the same on all ranks of a `tp` group."""
+    return 2 if _has_exponentials(hidden, weight) else compute_dtype(hidden.dtype).itemsize
 
 
 def tile_statistics(
@@ -217,8 +217,13 @@ class LogitsChunk:
 
 
 def _keeps_exponentials(hidden: Tensor, weight: Tensor) -> bool:
+    return can_run_fused(hidden, weight) and _has_exponentials(hidden, weight)
+
+
+def _has_exponentials(hidden: Tensor, weight: Tensor) -> bool:
     """fp16 has too few exponents for exponentials as operands of a product."""
-    return can_run_fused(hidden, weight) and (hidden.dtype == torch.bfloat16 or not hidden.is_cuda)
+    is_wide = hidden.dtype == torch.bfloat16 or not hidden.is_cuda
+    return is_wide and has_fused_layout(hidden, weight)
 
 
 def _fused_gradient(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 # Rows and columns of a tile are multiples of this where the bounds allow.
 ALIGNMENT = 256
@@ -72,9 +73,17 @@ def chunk_rows(
     """Ends of even chunks of rows whose logits, of `itemsize` bytes each, fit the bounds.
 
     With `document_ends` (cumulative rows at the end of each document) chunks hold whole documents;
-    None if a document alone exceeds the bounds.
+    None if a document alone exceeds the bounds. Several chunks take half of the bytes where that
+    is possible: the other half goes to the fp32 sum of their weight gradients, so that the peak
+    does not grow with the number of rows.
     """
     most = single_pass_rows(num_columns, itemsize, chunk_size, max_logits_bytes)
+    if num_rows > most:
+        half = single_pass_rows(num_columns, itemsize, chunk_size, max_logits_bytes // 2)
+        documents = pairwise([0, *(document_ends or [])])
+        longest = max((end - start for start, end in documents), default=0)
+        if max(longest, SINGLE_PASS_MIN_ROWS) <= half:
+            most = half
     if document_ends is None:
         step = even_chunk(num_rows, most)
         return [min(start + step, num_rows) for start in range(0, num_rows, step)]

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["can_run", "can_run_fused"]
+__all__ = ["can_run", "can_run_fused", "has_fused_layout"]
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,8 +37,16 @@ def can_run(tensor: Tensor) -> bool:
 def can_run_fused(hidden_states: Tensor, weight: Tensor) -> bool:
     """Whether the products with epilogues (`linear`) run on these operands, and are the faster way.
 
-    They need 16-bit rows that TMA can read, and are tuned and tested on Hopper only. Ranks of a
-    tensor-parallel group agree: an address that is not aligned does not count here.
+    They need 16-bit rows that TMA can read, and are tuned and tested on Hopper only.
+    """
+    return has_fused_layout(hidden_states, weight) and min(len(hidden_states), len(weight)) > 0
+
+
+def has_fused_layout(hidden_states: Tensor, weight: Tensor) -> bool:
+    """`can_run_fused`, whatever the numbers of rows are.
+
+    Ranks of a tensor-parallel group agree on it, also where one has no row of the vocabulary; an
+    address that is not aligned does not count.
     """
     if not can_run(hidden_states) or hidden_states.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -48,10 +56,11 @@ def can_run_fused(hidden_states: Tensor, weight: Tensor) -> bool:
         return False  # the interpreter multiplies bf16 as integers
     depth = weight.shape[1]
     return (
-        min(*hidden_states.shape, *weight.shape) > 0
+        depth > 0
         and depth % 8 == 0
         and weight.stride(1) == 1
         and weight.stride(0) % 8 == 0
+        and weight.stride(0) >= depth
     )
 
 

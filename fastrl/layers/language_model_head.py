@@ -404,6 +404,7 @@ class LanguageModelHead(nn.Module):
             max_logits_bytes=self.config.max_logits_bytes,
             entropy=entropy,
             rows=rows,
+            drop_inactive_rows=self.config.drop_inactive_rows,
         )
 
     def _statistics(

@@ -267,7 +267,7 @@ def _head_collectives(
         if parallel.sequence_parallel:
             vocabulary = model.padded_vocab_size or model.vocab_size
             assert vocabulary is not None
-            num_bytes = vocabulary * model.hidden_size * shapes.compute
+            num_bytes = vocabulary * model.hidden_size * wide
             yield Collective("tensor", "all_reduce", "head: dW", size, num_bytes, 1)
         return
     statistics = size * rows * _STATISTICS_BYTES * wide // 4

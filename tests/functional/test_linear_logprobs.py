@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import linear_logprobs
+from fastrl.functional import linear_logprobs as linear_module
 from tests.functional.cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
@@ -141,3 +142,59 @@ def test_errors_name_what_does_not_fit(changes: dict[str, object], message: str)
     }
     with pytest.raises(ValueError, match=message):
         linear_logprobs(**(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_rows_whose_gradient_is_zero_are_dropped_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch, entropy: bool
+) -> None:
+    tensors = HeadCase("plain", unlabelled=(2,)).tensors()
+    counts: list[int] = []
+    whole = linear_module.recompute_backward
+
+    def counted(hidden: Tensor, *arguments: object) -> object:
+        counts.append(len(hidden))
+        return whole(hidden, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear_module, "recompute_backward", counted)
+    upstream = [draw.clone() for draw in tensors.upstream()]
+    for draw in upstream:
+        draw[[0, 5, 6]] = 0.0
+    upstream[2][5] = 1e-30
+    results = []
+    for drop in (False, True):
+        statistics = linear_logprobs(
+            tensors.hidden_states, tensors.weight, tensors.labels, entropy=entropy,
+            drop_inactive_rows=drop, chunk_size=4,
+        )  # fmt: skip
+        vectors = statistics.vectors()
+        loss = weighted(vectors, upstream if entropy else [upstream[0], upstream[2]])
+        results.append(torch.autograd.grad(loss, tensors.inputs))
+    assert counts == [12, 10]
+    for every, dropped in zip(*results, strict=True):
+        torch.testing.assert_close(every, dropped, atol=1e-13, rtol=1e-13)
+
+
+def test_autocast_does_not_round_the_logits() -> None:
+    tensors = HeadCase("plain", hidden_size=64).tensors(torch.float32)
+
+    def run() -> list[Tensor]:
+        statistics = linear_logprobs(tensors.hidden_states, tensors.weight, tensors.labels)
+        return [
+            statistics.logprobs,
+            *torch.autograd.grad(statistics.logprobs.square().sum(), tensors.inputs),
+        ]
+
+    exact = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run()
+    for actual, expected in zip(cast, exact, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The gradient has no graph: a penalty on it would be left out in silence."""
+    tensors = HeadCase("plain").tensors()
+    statistics = linear_logprobs(tensors.hidden_states, tensors.weight, tensors.labels)
+    with pytest.raises(RuntimeError, match="must not be differentiated again"):
+        torch.autograd.grad(statistics.logprobs.sum(), tensors.inputs, create_graph=True)

@@ -184,11 +184,11 @@ def test_two_backwards_of_one_graph(strategy: str) -> None:
     batch = pack(ragged_documents())
     head = make_head(losses={"policy": LOSSES["grpo"]}, strategy=strategy)
     loss = head(make_hidden(batch), batch).loss
-    loss.backward(retain_graph=True)
+    (3 * loss).backward(retain_graph=True)  # not 1: scaling in place would show in the second
     (once,) = torch.autograd.grad(head(make_hidden(batch), batch).loss, [head.weight])
     (loss * -2).backward()
     assert head.weight.grad is not None
-    torch.testing.assert_close(head.weight.grad, -once)
+    torch.testing.assert_close(head.weight.grad, once)
 
 
 def test_auto_takes_one_pass_where_documents_are_whole_and_fit() -> None:
@@ -251,3 +251,43 @@ def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
         assert output.strategy == ("recompute" if is_exact else "single_pass")
         (grad,) = torch.autograd.grad(output.loss * 2.0**30, hidden)
         assert (grad.abs().max() > 0).item() == is_exact
+
+
+def test_dropping_clipped_rows_changes_nothing() -> None:
+    batch = pack(ragged_documents())
+    results = []
+    for drop in (False, True):
+        head = make_head(
+            losses={"policy": {"type": "grpo", "epsilon_low": 0.01, "epsilon_high": 0.01}},
+            strategy="recompute",
+            drop_inactive_rows=drop,
+        )
+        hidden = make_hidden(batch)
+        results.append(gradients(head(hidden, batch).loss, head, hidden))
+    for every, dropped in zip(*results, strict=True):
+        torch.testing.assert_close(every, dropped, atol=1e-13, rtol=1e-13)
+    with pytest.raises(ValueError, match="`drop_inactive_rows` must not be given with"):
+        make_head(losses={}, strategy="single_pass", drop_inactive_rows=True)
+
+
+def test_a_used_up_graph_says_so() -> None:
+    batch = pack(ragged_documents())
+    head = make_head(losses={"policy": LOSSES["grpo"]}, strategy="single_pass")
+    loss = head(make_hidden(batch), batch).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
+
+
+def test_autocast_leaves_a_pass_in_fp32() -> None:
+    batch = pack(ragged_documents())
+    config = LanguageModelHeadConfig(
+        hidden_size=64, vocab_size=40, strategy="single_pass", losses={"policy": {"type": "grpo"}}
+    )
+    head = LanguageModelHead(config)
+    hidden = torch.randn(batch.num_tokens, 64, requires_grad=True)
+    exact = gradients(head(hidden, batch).loss, head, hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = gradients(head(hidden, batch).loss, head, hidden)
+    for actual, expected in zip(cast, exact, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-5)

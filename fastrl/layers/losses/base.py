@@ -94,7 +94,7 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
     """`values` where `mask`, and exactly 0 (also in the gradient) elsewhere, NaN or not."""
-    return torch.where(mask, values, torch.zeros_like(values))
+    return torch.where(mask, values, 0)
 
 
 _SOURCES = {

@@ -30,6 +30,16 @@ def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
     return total / at_least_one(batch.num_labels_in_batch)
 
 
+def token_means(
+    columns: Mapping[str, Tensor],  # [T] each
+    batch: BatchKwargs,
+) -> dict[str, Tensor]:
+    """`token_mean` of several columns at once, in few operations."""
+    matrix = _wide(torch.stack(list(columns.values())))
+    sums = masked(matrix, batch.labels != -100).sum(1) / at_least_one(batch.num_labels_in_batch)
+    return dict(zip(columns, sums.unbind(), strict=True))
+
+
 def document_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
     """This part's share of the mean over documents of a value that is one per document."""
     shares = masked(values, batch.labels != -100) / batch.label_counts.clamp(min=1)

@@ -11,7 +11,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.kl import kl_estimate
-from fastrl.layers.losses.metrics import document_mean, moments, token_mean
+from fastrl.layers.losses.metrics import document_mean, moments, token_means
 from fastrl.layers.losses.ratios import bounded_exp
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def policy_metrics(
         columns["clip_fraction"] = (low | high).to(torch.float32)
     columns |= _divergences(terms, statistics, batch)
     metrics = {"loss": value.detach()}
-    for name, column in columns.items():
-        metrics[name] = token_mean(column, batch)
+    metrics |= token_means(columns, batch)
     metrics |= moments("ratio", terms.ratio, batch) | moments("advantage", terms.advantages, batch)
     if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
         log_weights = masked(batch.old_logprobs - batch.rollout_logprobs, terms.mask)

@@ -1,0 +1,46 @@
+"""What the head's autograd functions share: their device, their precision, and no second order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+ResultT = TypeVar("ResultT")
+
+
+def exactly(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """A forward or backward on the device of its first tensor, and without autocast.
+
+    Triton launches on the current device, whatever that of the arguments is. Autocast would round
+    the operands of fp32 products to 16 bits, and with them the logits.
+    """
+
+    @wraps(function)
+    def on_device(ctx: Any, *arguments: Any) -> ResultT:
+        tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
+        with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
+            return function(ctx, *arguments)
+
+    return on_device
+
+
+def first_order(backward: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """A backward whose result is not differentiable, refused where it would have to be.
+
+    `once_differentiable` leaves it out in silence when the upstream gradient needs none itself.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> ResultT:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of the head must not be differentiated again; call `backward` or"
+                " `grad` without `create_graph`."
+            )
+        return backward(ctx, *grads)
+
+    return checked
