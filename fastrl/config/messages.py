@@ -98,7 +98,7 @@ def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Plac
         last = position == len(loc) - 1
         present = isinstance(node, dict) and element in node
         missing = isinstance(node, dict) and last and _names_a_field(annotations, element)
-        indexed = isinstance(node, list) and isinstance(element, int)
+        indexed = isinstance(node, list) and isinstance(element, int) and element < len(node)
         if not (present or missing or indexed):
             continue  # the tag of a union member
         path.append(str(element))
@@ -163,6 +163,9 @@ def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
     if kind == "extra_forbidden":
         return _unknown_key(place, root)
     if kind == "missing":
+        last = details["loc"][-1]
+        if isinstance(last, int):  # an item of a list of fixed length
+            return f"{path} must have at least {last + 1} item(s), got {last}"
         return f"{path} is required"
     if kind == "union_tag_not_found":
         return f"{path} must have a `type`, one of {_listed(tags)}"
@@ -177,6 +180,9 @@ def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
     if kind == "too_short":
         least, length = details["ctx"]["min_length"], details["ctx"]["actual_length"]
         return f"{path} must have at least {least} item(s), got {length}"
+    if kind == "too_long":
+        most, length = details["ctx"]["max_length"], details["ctx"]["actual_length"]
+        return f"{path} must have at most {most} item(s), got {length}"
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
         return f"{path}: {message}" if place.path else message

@@ -192,7 +192,7 @@ class OptimizerConfig(Config):
 class PhaseConfig(Config):
     """What every phase of a run shares."""
 
-    name: str | None = Field(default=None, min_length=1)
+    name: str | None = None
     """In the display and in file names. Default: the phase's type."""
 
     steps: int = Field(gt=0)
@@ -206,7 +206,17 @@ class PhaseConfig(Config):
 
     max_tokens_per_micro_batch: int = Field(default=8192, gt=0)
     """Most tokens of a forward and backward pass. The gradients of an update are summed over its
-    micro-batches and do not depend on this number."""
+    micro-batches and do not depend on this number. No document may be longer."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(
+                "must begin with a letter, a digit or `_` and go on with these, `.` and `-`, as "
+                f"folders are named after it; got {name!r}"
+            )
+        return name
 
 
 class SupervisedPhaseConfig(PhaseConfig):

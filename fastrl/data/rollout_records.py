@@ -15,6 +15,7 @@ import numpy as np
 from fastrl.config.base import UserError
 from fastrl.data.advantages import combined_rewards
 from fastrl.data.documents import (
+    TOKEN_COLUMNS,
     Document,
     DocumentError,
     as_array,
@@ -62,6 +63,10 @@ IGNORED = ("prompt", "completion", "text", "id", "metadata")
 REQUIRABLE = ("logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "model_version")
 
 _LOGPROBS = ("logprobs", "ref_logprobs", "rollout_logprobs")
+
+_ROUNDING = 0.05
+"""A log-probability may be so far above 0, which 16-bit logits can give. More is another quantity,
+such as a probability or a negative log-likelihood."""
 
 _EXPECTED = {
     "integer": "an integer",
@@ -146,10 +151,15 @@ class RecordReader:
         fields = _document_fields(values, columns, self.require)
         document = Document(**fields)
         try:
-            shift_documents([document])
+            shifted = shift_documents([document])
             shifted_kept_tokens([document])
         except DocumentError as error:
             raise FieldError(columns.get(error.field, error.field), error.problem) from None
+        for name, column in shifted.columns.items():
+            field_name = TOKEN_COLUMNS[name]
+            if field_name in _LOGPROBS and column.max() > _ROUNDING:
+                problem = f"must be log-probabilities, at most 0, got {column.max():.6g}"
+                raise FieldError(columns[field_name], problem)
         return document
 
     def _combined_reward(self, values: Mapping[str, Any]) -> float | None:

@@ -96,7 +96,7 @@ def _parsed(where: str, line: bytes) -> dict[str, Any]:
         record = json.loads(line, parse_constant=BareConstant, object_pairs_hook=_without_doubles)
     except FieldError as error:
         raise RolloutFileError(f"{where}: {error}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or brackets without end
         cut = "" if line.endswith(b"\n") else " (the last line, without its end: cut off?)"
         raise RolloutFileError(f"{where}: must be a JSON object{cut}: {error}") from None
     if not isinstance(record, dict):

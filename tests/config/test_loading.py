@@ -144,6 +144,14 @@ _LOSS = {"type": "gspo"}
         ({"phases": {}}, "`phases` must be a list, got a section"),
         ({"stop": "x"}, "`stop` must be a valid integer or a list, got 'x'"),
         ({"seeds": []}, "`seeds` must have at least 1 item(s), got 0"),
+        (
+            {"optimizer": {"betas": [0.9]}},
+            "`optimizer.betas` must have at least 2 item(s), got 1",
+        ),
+        (
+            {"optimizer": {"betas": [0.9, 0.99, 0.5]}},
+            "`optimizer.betas` must have at most 2 item(s), got 3",
+        ),
         ({"seeds": ["x"]}, "`seeds.0` must be a valid integer, got 'x'"),
     ],
 )

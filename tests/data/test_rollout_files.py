@@ -196,6 +196,16 @@ def test_a3_a_mask_longer_than_the_tokens_is_refused(tmp_path: Path) -> None:
         ('{"logprobs": [-1, NaN]}', "must be a list of numbers, got nan (not JSON) at position 1"),
         ('{"logprobs": [-1, null]}', "must be a list of numbers, got None at position 1"),
         ('{"advantage": [1, "2"]}', "a finite number or a list of numbers, got '2' at position 1"),
+        (
+            '{"tokens": [1, 2], "prompt_length": 1, "logprobs": [0.9], "advantage": 1}',
+            "`logprobs` must be log-probabilities, at most 0, got 0.9",
+        ),
+        (
+            '{"prompt_ids": [1], "completion_ids": [2], "old_per_token_logps": [2.5], '
+            '"advantages": 1}',
+            "`old_per_token_logps` must be log-probabilities, at most 0, got 2.5",
+        ),
+        ("[" * 100_000, "must be a JSON object: maximum recursion depth exceeded"),
         ('{"group_id": 1.5}', "`group_id` must be an integer or a text, got 1.5"),
         ('{"model_version": 1.0}', "`model_version` must be an integer, got 1.0"),
         ('{"logprobs_temperature": "hot"}', "must be a finite number or 'raw', got 'hot'"),

@@ -55,6 +55,7 @@ def _error(
         ("phases.1.losses.policy.max_staleness=1", "`max_staleness` has no effect"),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
         ("model.head.keep.top_k=5", "samples from the whole vocabulary, so `model.head.keep`"),
+        ("phases.1.name=../rl", "`phases.1.name`: must begin with a letter, a digit or `_`"),
         ("phases.1.name=supervised", "`phases` must have different names"),
         ("phases.1.rollouts={type: files, paths: []}", "`phases.1.rollouts.paths`"),
         ("phases.1.rollouts.documents_per_step=3", "it belongs to type `files`"),
