@@ -336,8 +336,8 @@ def report(model: LlamaConfig, parallel: ParallelConfig, *, tokens: int, dtype: 
     shapes = Shapes.of(parallel, tokens, dtype)
     num_parameters = Weights.of(model, 1).total
     lines = [
-        f"{num_parameters / 1e9:.3f} G parameters; {tokens} tokens a packed sequence, on"
-        f" {parallel.num_processes} ranks (data {parallel.data} x sequence_data"
+        f"{num_parameters:,} parameters; {tokens:,} tokens a packed sequence, over"
+        f" {parallel.num_processes} rank(s) (data {parallel.data} x sequence_data"
         f" {parallel.sequence_data} x tensor {parallel.tensor})",
         "",
         "memory of one rank",
