@@ -36,6 +36,7 @@ class HeadRun:
     bias: bool = True
     metrics: bool = True
     temperature: bool = False
+    drop_inactive_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ def build_head(
         chunk_size=run.chunk_size,
         bias=run.bias,
         metrics=run.metrics,
+        drop_inactive_rows=run.drop_inactive_rows,
         vocabulary_parallel=vocabulary_parallel,
         softcap=5.0,
     )

@@ -11,10 +11,14 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
 from fastrl.functional import reference, reference_losses
+from fastrl.functional.problem import check_inputs
+from fastrl.functional.row_ops import LogitTransform
+from fastrl.parallel import ParallelGroups
 from tests.distributed.head_cases import (
     CASES,
     COLUMNS,
@@ -53,9 +57,17 @@ RUNS = {
     },
     "grpo-micro_batches": HeadRun((("grpo", GRPO),), micro_batches=2, temperature=True),
     "gspo-micro_batches": HeadRun((("gspo", GSPO),), micro_batches=2, temperature=True),
+    "grpo-dropping_clipped_rows": HeadRun(
+        (("grpo", GRPO),), "recompute", chunk_size=4, drop_inactive_rows=True
+    ),
     "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
 }
-FEW_RUNS = ("grpo-single_pass", "gspo-recompute", "all-without_metrics")
+FEW_RUNS = (
+    "grpo-single_pass",
+    "grpo-dropping_clipped_rows",
+    "gspo-recompute",
+    "all-without_metrics",
+)
 
 
 def runs_on(layout: Ranks, names: Iterable[str]) -> tuple[str, ...]:
@@ -132,6 +144,27 @@ def test_eight_ranks(ranks: RankPool, layout: Ranks) -> None:
 )
 def test_boundary_cases(ranks: RankPool, case_name: str, layout: Ranks) -> None:
     check(ranks, case_name, FEW_RUNS, layout)
+
+
+def sum_over_ranks(part: float) -> float:
+    """The gradient of one bf16 weight, of which rank 0 has 256 and the others `part`."""
+    groups = Ranks(1, 1, 4, sequence_parallel=True, vocabulary_parallel=False).groups()
+    labels = torch.zeros(4, dtype=torch.int64)
+    hidden, weight = torch.zeros(4, 1), torch.zeros(1, 1)
+    problem = check_inputs(
+        hidden, weight, labels, bias=None, transform=LogitTransform(), vocab_size=None,
+        weight_rows=None, groups=ParallelGroups(sp=groups.sp), chunk_size=None,
+        max_logits_bytes=1, entropy=False, rows=None,
+    )  # fmt: skip
+    mine = torch.full((1, 1), part if dist.get_rank() else 256.0, dtype=torch.bfloat16)
+    total = problem.finish_weight_gradient(mine, torch.bfloat16)
+    assert total is not None
+    return total.item()
+
+
+def test_the_gradient_of_a_replicated_weight_is_rounded_once(ranks: RankPool) -> None:
+    """In bf16 256 + 1 is 256, and so is adding 1 again."""
+    assert ranks(sum_over_ranks, 4, 1.0) == [260.0] * 4  # 259, a tie
 
 
 @pytest.mark.parametrize("case_name", list(CASES))
