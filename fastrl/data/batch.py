@@ -235,8 +235,9 @@ class TokenBatch:
     ) -> tuple[BatchKwargs, ...]:
         """This rank's part of the packed sequence, one `BatchKwargs` a micro-sequence.
 
-        The sequence is padded until it can be split. Counts, `document_index`, `label_counts` and
-        `num_documents` stay those of the whole.
+        The sequence is padded until it can be split, to one slot even without documents: all
+        parameters then get a gradient on every rank, as a data-parallel wrapper's collectives need.
+        Counts, `document_index`, `label_counts` and `num_documents` stay those of the whole.
 
         Args:
             groups: `sdp` splits the sequence, `sp` only makes each part's length a multiple of its
@@ -258,7 +259,7 @@ class TokenBatch:
             split_multiple(size, micro_sequences, layout),
             size * micro_sequences * group_size(groups.sp),
         )
-        padded = self.padded(-(-self.padded_length // length_multiple) * length_multiple)
+        padded = self.padded(-(-max(self.padded_length, 1) // length_multiple) * length_multiple)
         pieces = padded.shard(
             counts,
             rank=group_rank(groups.sdp),

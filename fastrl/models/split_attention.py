@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -234,7 +235,7 @@ def segments(visibility: Visibility) -> list[Segment]:
     starts, stops = visibility.start.tolist(), visibility.stop.tolist()
     bounds = [row for row in range(len(starts)) if row == 0 or starts[row] != starts[row - 1]]
     result = []
-    for first, last in zip(bounds, [*bounds[1:], len(starts)], strict=True):
+    for first, last in pairwise([*bounds, len(starts)]):
         begin, end = starts[first], stops[last - 1]
         key = torch.arange(begin, end, device=visibility.stop.device)
         mask = key < visibility.stop[first:last, None]

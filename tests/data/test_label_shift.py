@@ -245,7 +245,7 @@ def test_columns_are_carried_as_named() -> None:
         batch = TokenBatch.from_documents(documents, columns=["advantages", "model_version"])
         (kwargs,) = batch.to_kwargs()
         assert kwargs.advantages is not None
-        assert kwargs.advantages.tolist() == [0.0] * 2 * len(documents)
+        assert not kwargs.advantages.any()
         assert kwargs.model_version is not None
         assert kwargs.old_logprobs is None
     with pytest.raises(ValueError, match="`columns` must be names out of"):

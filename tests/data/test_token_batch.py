@@ -101,7 +101,7 @@ def test_empty_batch_has_the_form_of_any_other() -> None:
     assert kwargs.labelled_rows is not None
     assert len(kwargs.labelled_rows) == 0
     assert kwargs.labelled_rows.document_ends == ()
-    assert TokenBatch.from_documents([]).to_kwargs()[0].num_tokens == 0
+    assert TokenBatch.from_documents([]).to_kwargs()[0].labels.tolist() == [-100]
 
 
 def test_temperature_is_one_number_if_shared() -> None:

@@ -23,6 +23,8 @@ from tests.distributed.ranks import rank_device, rank_mesh
 CONFIGS = Path(__file__).parent / "configs"
 NUM_STEPS = 3
 LEARNING_RATE = 0.1
+# Named, as a rank may be without documents.
+COLUMNS = ("advantages", "old_logprobs")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Variant:
     checkpointing: bool = False
     clips: bool = True
     head_dim: int = 8
+    num_documents: int = 8
 
 
 ZIGZAG = Ranks(sequence_data=2, layout="zigzag")
@@ -68,6 +71,9 @@ VARIANTS = {
         Variant("stp2_ms2", SP, micro_sequences=2),
         Variant("sdp2_zigzag_ms2", ZIGZAG, micro_sequences=2, checkpointing=True),
         Variant("fsdp2_sdp2_ms2_df2", ZIGZAG, True, micro_sequences=2, micro_batches=2),
+        # The second data rank has no document.
+        Variant("dp2_one_document", Ranks(data=2), num_documents=1),
+        Variant("fsdp2_one_document", Ranks(data=2), fully_sharded=True, num_documents=1),
         Variant("tied_stp2", SP, tied=True),
         Variant(
             "tied_stp2_novp",
@@ -133,7 +139,8 @@ def train(config_name: str, variant: Variant) -> Training | None:
     optimizer = torch.optim.SGD(llama.parameters(), lr=LEARNING_RATE)
     losses, metrics, grads = [], [], []
     for step in range(NUM_STEPS):
-        outputs = forward_backward(llama, documents(step), variant, groups)
+        drawn = documents(step)[: variant.num_documents]
+        outputs = forward_backward(llama, drawn, variant, groups)
         reduce_gradients(llama)
         totals = reduce_metrics(add_metrics(outputs), llama.lm_head.loss_groups)
         losses.append(totals["policy/loss"].item())
@@ -167,7 +174,7 @@ def forward_backward(
     parts = group_size(groups.dp) * variant.micro_batches
     first = group_rank(groups.dp) * variant.micro_batches
     batches = [
-        TokenBatch.from_documents(step_documents[part::parts])
+        TokenBatch.from_documents(step_documents[part::parts], columns=COLUMNS)
         for part in range(first, first + variant.micro_batches)
     ]
     counts = BatchCounts.of(batches, groups)

@@ -48,6 +48,7 @@ class _Task:
 class _Worker:
     process: Any
     connection: Connection
+    stack_file: Path  # where the process writes its place when it hangs
 
 
 class RankPool:
@@ -102,17 +103,15 @@ class RankPool:
 
     def _start(self, rank: int, world_size: int, rendezvous: str) -> _Worker:
         here, there = self._context.Pipe()
+        stack_file = self.directory / f"stack-{self._num_sets}-{rank}"
         process = self._context.Process(
             target=_serve,
-            args=(there, rank, world_size, rendezvous, str(self._stack_file(rank))),
+            args=(there, rank, world_size, rendezvous, str(stack_file)),
             daemon=True,
         )
         process.start()
         there.close()
-        return _Worker(process, here)
-
-    def _stack_file(self, rank: int) -> Path:
-        return self.directory / f"stack-{self._num_sets}-{rank}"
+        return _Worker(process, here, stack_file)
 
     def _collect(self, workers: list[_Worker]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -139,7 +138,7 @@ class RankPool:
         for worker in workers.values():
             os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = [f"rank {rank}:\n{self._stack_file(rank).read_text()}" for rank in workers]
+        stacks = [f"rank {rank}:\n{workers[rank].stack_file.read_text()}" for rank in workers]
         return f"no answer within {self.timeout} s from ranks {[*workers]}\n" + "\n".join(stacks)
 
 

@@ -24,10 +24,22 @@ CONFIG_NAMES = ["llama_grpo", "llama_gspo"]
 
 
 @cache
-def simple(config_name: str, tied: bool, clips: bool = True) -> Training:
-    training = train(config_name, replace(VARIANTS["simple"], tied=tied, clips=clips))
+def simple(config_name: str, like: Variant) -> Training:
+    """The same training in one process."""
+    training = train(config_name, like)
     assert training is not None
     return training
+
+
+def in_one_process(variant: Variant) -> Variant:
+    """The same model and data, and nothing else of a variant."""
+    return replace(
+        VARIANTS["simple"],
+        tied=variant.tied,
+        clips=variant.clips,
+        head_dim=variant.head_dim,
+        num_documents=variant.num_documents,
+    )
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -76,13 +88,13 @@ def test_three_steps_equal_those_of_one_process(
 ) -> None:
     variant = VARIANTS[name]
     actual = ranks(train, variant.ranks.world_size, config_name, variant)[0]
-    assert_same_training(variant, actual, simple(config_name, variant.tied, variant.clips))
+    assert_same_training(variant, actual, simple(config_name, in_one_process(variant)))
 
 
 @pytest.mark.parametrize("config_name", CONFIG_NAMES)
 def test_the_case_has_something_to_compare(config_name: str) -> None:
     """Clipped and unclipped ratios, gradients in every parameter, weights that move."""
-    training = simple(config_name, False)
+    training = simple(config_name, VARIANTS["simple"])
     assert 0.05 < training.metrics[0]["policy/clip_fraction"] < 0.9
     for grads in training.grads:
         assert all(grad.norm() > 1e-4 for grad in grads.values())

@@ -58,6 +58,8 @@ def test_a_rank_that_dies_is_reported_at_once(ranks: RankPool) -> None:
 
 def test_a_rank_that_hangs_is_reported_with_its_place(tmp_path: Path) -> None:
     pool = RankPool(tmp_path, timeout=8.0)
+    pool(_sum_of_ranks, 2)
+    pool(_sum_of_ranks, 3)  # another set of processes, started later
     with pytest.raises(RankError, match=r"from ranks \[0\](.|\n)*_leave_alone"):
         pool(_leave_alone, 2, 0)
     pool.close()

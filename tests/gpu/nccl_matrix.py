@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.distributed.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
 from tests.distributed.model_cases import VARIANTS, Training, Variant, train
 from tests.distributed.ranks import rank_device
 from tests.distributed.test_head import FEW_RUNS, RUNS, assert_equal, runs_on
-from tests.distributed.test_model import assert_same_training
+from tests.distributed.test_model import assert_same_training, in_one_process, simple
 
 LAYOUTS = {1: [Ranks()], 2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
 # Sums over tokens on a GPU have another order than on one rank, and training amplifies it.
@@ -167,17 +166,9 @@ def run_models(report: Report) -> None:
             run_model(report, config_name, variant)
 
 
-@cache
-def simple(config_name: str, tied: bool, clips: bool, head_dim: int) -> Training | None:
-    """The same training on one rank."""
-    base = replace(VARIANTS["simple"], tied=tied, clips=clips, head_dim=head_dim)
-    return train(config_name, base)
-
-
 def run_model(report: Report, config_name: str, variant: Variant) -> None:
     def check(answers: list[Training]) -> None:
-        expected = simple(config_name, variant.tied, variant.clips, variant.head_dim)
-        assert expected is not None
+        expected = simple(config_name, in_one_process(variant))
         assert_same_training(variant, answers[0], expected, MODEL_TOLERANCE)
 
     where = f"model {config_name} {variant.name}"
