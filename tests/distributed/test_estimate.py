@@ -112,7 +112,7 @@ def test_the_command_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFi
     config = str(write_tiny(tmp_path))
     assert main(["estimate", config, "--tokens", "4096", "parallel.sequence_data=2"]) == 0
     text = capsys.readouterr().out
-    assert "4096 tokens a packed sequence, on 2 ranks" in text
+    assert "4,096 tokens a packed sequence, over 2 rank(s)" in text
     assert "optimizer states (AdamW)" in text
     assert "sequence_data: all_gather of keys and values" in text
 
