@@ -95,7 +95,11 @@ def llama_config_from_hf(
 
 
 def _rope_from_hf(hf: dict[str, Any], source: str) -> dict[str, Any]:
-    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    parameters = hf.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"{source}: `{name}` must be an object of parameters, got {parameters!r}")
+    parameters = dict(parameters)
     theta = parameters.pop("rope_theta", hf.get("rope_theta", 10000.0))
     old_kind = parameters.pop("type", "default")
     kind = parameters.pop("rope_type", old_kind)

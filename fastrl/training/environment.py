@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastrl.config.base import UserError
-from fastrl.config.training import QUESTION, ReasoningGymConfig
+from fastrl.config.environment import QUESTION, ReasoningGymConfig
 
 _SEED_STRIDE = 2**31
 """From the seed of the held-out problems to that of the training problems. Most tasks make problem

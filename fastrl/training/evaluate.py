@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from fastrl.config.training import EvaluationConfig
+from fastrl.config.environment import EvaluationConfig
 from fastrl.training.environment import ReasoningGymEnvironment
 from fastrl.training.rollouts import Sample, scored
 from fastrl.training.sampler import Sampler

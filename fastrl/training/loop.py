@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastrl.config.base import UserError
-from fastrl.config.training import RLPhaseConfig, RunConfig
+from fastrl.config.phases import RLPhaseConfig
+from fastrl.config.training import RunConfig
 from fastrl.training.checkpoint import TrainerState, save_checkpoint
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.config.training import OptimizerConfig
+from fastrl.config.phases import OptimizerConfig
 from fastrl.parallel import shard_like, whole_tensor
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from fastrl.config.training import RLPhaseConfig, RunConfig
+from fastrl.config.phases import RLPhaseConfig
+from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.layers.losses import (

@@ -13,8 +13,8 @@ import numpy as np
 
 from fastrl.config.base import UserError
 from fastrl.config.losses import AnyLossConfig
+from fastrl.config.phases import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
-from fastrl.config.training import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
 from fastrl.data.advantages import group_advantages, with_group_advantages
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import read_rollouts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.config.training import SamplerConfig
+from fastrl.config.environment import SamplerConfig
 from fastrl.models.llama import Llama
 from fastrl.training.processes import Processes, copy_whole
 

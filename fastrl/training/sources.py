@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from fastrl.config.base import UserError
-from fastrl.config.training import (
-    FileRolloutsConfig,
-    RunConfig,
-    SupervisedPhaseConfig,
-)
+from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
+from fastrl.config.training import RunConfig
 from fastrl.data.documents import Document
 from fastrl.training.order import ShuffledItems
 from fastrl.training.rollouts import FileRollouts, Rollouts, RolloutSource, SampledRollouts

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastrl.config.base import UserError
-from fastrl.config.training import (
-    CharacterTokenizerConfig,
-    FileTokenizerConfig,
-    TokenizerConfig,
-)
+from fastrl.config.environment import CharacterTokenizerConfig, FileTokenizerConfig, TokenizerConfig
 
 
 class Tokenizer(Protocol):

@@ -160,6 +160,10 @@ def test_j3_rotary_scaling_is_that_of_transformers(spelling: str, tmp_path: Path
 
 REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "rope_type": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "got 'yarn'"),
+    "rope_number": (
+        {"rope_parameters": None, "rope_scaling": 2.0},
+        "`rope_scaling` must be an object",
+    ),
     "old_rope_type": (
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "rope type must be 'default' or 'llama3', got 'dynamic'",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastrl.config import UserError, parse_config
-from fastrl.config.training import ReasoningGymConfig
+from fastrl.config.environment import ReasoningGymConfig
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import Phase
 from fastrl.training.rollouts import SampledRollouts

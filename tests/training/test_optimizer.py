@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastrl.config.training import OptimizerConfig
+from fastrl.config.phases import OptimizerConfig
 from fastrl.training.optimizer import apply_update, build_optimizer, learning_rate
 
 

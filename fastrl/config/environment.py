@@ -1,0 +1,131 @@
+"""Configs of what a model reads and what it is scored on: tokenizer, environment, sampler."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from fastrl.config.base import Config
+
+QUESTION = "{question}"
+
+
+class CharacterTokenizerConfig(Config):
+    """One token a character, and one more that ends a text."""
+
+    type: Literal["character"] = "character"
+    """Names the kind of tokenizer."""
+
+    characters: str = "\n" + "".join(chr(code) for code in range(32, 127))
+    """The alphabet, each character once. Default: printable ASCII and the line feed. The end of a
+    text is token 0, the first character token 1."""
+
+    @field_validator("characters")
+    @classmethod
+    def _check_characters(cls, characters: str) -> str:
+        if not characters or len(set(characters)) < len(characters):
+            double = sorted({char for char in characters if characters.count(char) > 1})
+            raise ValueError(f"must hold each character once and at least one, repeated: {double}")
+        return characters
+
+
+class FileTokenizerConfig(Config):
+    """A tokenizer file of Hugging Face's `tokenizers` package."""
+
+    type: Literal["file"] = "file"
+    """Names the kind of tokenizer."""
+
+    path: str
+    """A tokenizer.json, relative to the current folder."""
+
+    end_token: str
+    """The token that ends a text, such as `<|end_of_text|>`; it must be in the file."""
+
+
+TokenizerConfig = Annotated[
+    CharacterTokenizerConfig | FileTokenizerConfig, Field(discriminator="type")
+]
+
+
+class ReasoningGymConfig(Config):
+    """Problems and verifier of a task of the reasoning-gym package."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    """Names the kind of environment."""
+
+    task: str
+    """Name of the task, such as `chain_sum`."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task, such as `max_digits: 2`; what reasoning-gym documents for it, without
+    `seed` and `size`."""
+
+    question_pattern: str | None = None
+    """Regular expression that is searched for in the task's question; its first group becomes the
+    question. For small models, which need not read the same sentence before each problem. Default:
+    the whole question."""
+
+    prompt: str = QUESTION
+    """The prompt; `{question}` stands for the question. Default: the question alone."""
+
+    train_prompts: int = Field(default=8192, gt=0)
+    """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
+    time, are left out."""
+
+    heldout_prompts: int = Field(default=512, gt=0)
+    """Different prompts to be drawn for evaluation, which training never sees."""
+
+    @field_validator("config")
+    @classmethod
+    def _check_config(cls, config: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted({"seed", "size"} & config.keys())
+        if taken:
+            raise ValueError(
+                f"must not have {taken}, which follow from the run's `seed` and from"
+                " `train_prompts` and `heldout_prompts`"
+            )
+        return config
+
+    @field_validator("question_pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is None:
+            return None
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"must be a regular expression: {error}") from error
+        if groups == 0:
+            raise ValueError("must have a group (in parentheses), which becomes the question")
+        return pattern
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: str) -> str:
+        if QUESTION not in prompt:
+            raise ValueError(f"must contain `{QUESTION}`")
+        return prompt
+
+
+class SamplerConfig(Config):
+    """The built-in sampler, for rollouts, evaluation and `fastrl sample`."""
+
+    max_new_tokens: int = Field(default=64, gt=0)
+    """Longest completion, its end token included. A completion that has not ended by then counts as
+    no answer."""
+
+    max_batch_size: int = Field(default=1024, gt=0)
+    """Most completions that are sampled at a time; bounds the key-value cache."""
+
+
+class EvaluationConfig(Config):
+    """Scoring on the held-out prompts, before each phase, after the last and by `fastrl eval`."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling; 0 takes the most likely token each time (greedy)."""
+
+    samples_per_prompt: int = Field(default=1, gt=0)
+    """Completions of each held-out prompt; the reward is the mean over all."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Steps of a phase between evaluations; none within phases by default."""

@@ -1,0 +1,163 @@
+"""Configs of the phases of a run: steps, losses, optimizer, and where documents come from."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fastrl.config.base import Config
+from fastrl.config.losses import AnyLossConfig
+
+
+class OptimizerConfig(Config):
+    """AdamW with a learning-rate schedule; every phase starts a new one."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """After the warm-up."""
+
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises linearly: update i of n takes i / n of it."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, over the updates of the phase."""
+
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the learning rate that `linear` and `cosine` end at."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """Decay of the means of the gradient and of its square."""
+
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean square."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of the weight matrices; norms and biases have none."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm over all parameters; null: never."""
+
+
+class PhaseConfig(Config):
+    """What every phase of a run shares."""
+
+    name: str | None = None
+    """In the display and in file names. Default: the phase's type."""
+
+    steps: int = Field(gt=0)
+    """Number of steps."""
+
+    losses: dict[str, AnyLossConfig] | None = None
+    """The losses by name. Default: `model.head.losses`."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer of this phase."""
+
+    max_tokens_per_micro_batch: int = Field(default=8192, gt=0)
+    """Most tokens of a forward and backward pass. The gradients of an update are summed over its
+    micro-batches and do not depend on this number. No document may be longer."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(
+                "must begin with a letter, a digit or `_` and go on with these, `.` and `-`, as "
+                f"folders are named after it; got {name!r}"
+            )
+        return name
+
+
+class SupervisedPhaseConfig(PhaseConfig):
+    """Training on the answers that the environment gives for its training prompts."""
+
+    type: Literal["supervised"] = "supervised"
+    """Names the kind of phase."""
+
+    documents_per_step: int = Field(default=128, gt=0)
+    """Prompts with their answers, for one update a step."""
+
+
+class SamplerRolloutsConfig(Config):
+    """Rollouts sampled from the model that is trained, on the environment's training prompts."""
+
+    type: Literal["sampler"] = "sampler"
+    """Names the source."""
+
+    prompts_per_step: int = Field(default=32, gt=0)
+    """Different prompts in a step."""
+
+    group_size: int = Field(default=16, gt=1)
+    """Completions of each prompt; their rewards are compared with one another."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling and of the log-probabilities in the loss."""
+
+    old_logprobs: Literal["recompute", "sampler"] = "recompute"
+    """Denominator of the ratio. `recompute`: the head's, in a pass of its own before the updates of
+    a step, so that the first ratio is 1 whatever the sampler's rounding. `sampler`: as sampled."""
+
+
+class FileRolloutsConfig(Config):
+    """Rollouts from files, which some other model may have sampled (offline)."""
+
+    type: Literal["files"] = "files"
+    """Names the source."""
+
+    paths: tuple[str, ...] = Field(min_length=1)
+    """JSONL and Parquet files, relative to the current folder. All are read when the run begins."""
+
+    documents_per_step: int = Field(default=128, gt=0)
+    """Documents of a step. Groups stay whole, so a step takes groups until it has at least so many.
+    All groups come, in random order, before any comes again."""
+
+    ignore: tuple[str, ...] = ()
+    """Columns beside those of docs/data.md that the files may have and nothing reads."""
+
+    reward_columns: dict[str, float] = Field(default_factory=dict)
+    """Name and weight of columns whose weighted sum is the reward, instead of `reward`."""
+
+
+RolloutsConfig = Annotated[SamplerRolloutsConfig | FileRolloutsConfig, Field(discriminator="type")]
+
+
+class AdvantageConfig(Config):
+    """From rewards to advantages, among the completions of one prompt.
+
+    Documents of rollout files that carry advantages of their own keep them.
+    """
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: the group's mean, or that of its other members."""
+
+    scale: Literal["none", "group", "batch"] = "group"
+    """Divisor: the standard deviation of the group's rewards, of the step's, or none."""
+
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups of equal rewards teach nothing. `keep` counts their tokens in what the loss is divided
+    by, `drop` leaves them out of the step."""
+
+
+class RLPhaseConfig(PhaseConfig):
+    """Training on rewards. A step takes rollouts and makes `epochs` * `mini_batches` updates."""
+
+    type: Literal["rl"] = "rl"
+    """Names the kind of phase."""
+
+    rollouts: RolloutsConfig = SamplerRolloutsConfig()
+    """Where completions come from."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+
+    mini_batches: int = Field(default=1, gt=0)
+    """Parts that a step's rollouts are split into, one update each. After the first update the
+    model differs from the one that sampled, and the ratio from 1."""
+
+    epochs: int = Field(default=1, gt=0)
+    """Times that a step's rollouts are used."""
+
+
+AnyPhaseConfig = Annotated[SupervisedPhaseConfig | RLPhaseConfig, Field(discriminator="type")]
