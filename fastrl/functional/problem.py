@@ -239,6 +239,10 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
                 f"`temperature` must be on the device of `labels`, {labels.device}, got"
                 f" {temperature.device}."
             )
+        if temperature.requires_grad:
+            raise ValueError(
+                "`temperature` must not require a gradient, of which there is none; detach it."
+            )
     elif not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
     if transform.softcap is not None and not transform.softcap > 0:

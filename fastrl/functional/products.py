@@ -20,7 +20,7 @@ from fastrl.functional.row_ops import (
     row_gradient,
     update_row_statistics,
 )
-from fastrl.functional.statistics import TokenStatistics, new_running_statistics
+from fastrl.functional.statistics import LABEL, TokenStatistics, new_running_statistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 
 
@@ -200,7 +200,7 @@ class LogitsChunk:
         factors = finish_exponentials(
             self._logits,
             self._references,
-            self.running[3],
+            self.running[LABEL],
             self._labels,
             statistics.logsumexp,
             statistics.entropy,

@@ -26,7 +26,16 @@ GRADIENT = tl.constexpr(2)
 REFERENCE_STEP = tl.constexpr(128.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "total_columns", "num_columns", "depth", "first_column"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "total_columns",
+        "num_columns",
+        "depth",
+        "first_column",
+        "group",
+    ]
+)
 def linear_kernel(
     hidden,  # descriptor of [R, D]
     weight,  # descriptor of [S, D]

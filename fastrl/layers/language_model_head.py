@@ -55,7 +55,8 @@ class HeadOutput:
         metrics: detached scalars `<loss name>/<metric>`, to be added over micro-batches and ranks.
         logprobs: [T] fp32 nats of the labels, detached, where asked for; 0 without label.
         entropy: [T] fp32 nats, like `logprobs`.
-        strategy: `recompute` or `single_pass`, the one that was taken; None without losses.
+        strategy: `recompute` or `single_pass`, the one that was taken; None without losses, and
+            without a gradient, for which both compute the same.
         statistics: [T] each, by name, those that were asked for; detached.
     """
 
@@ -279,8 +280,9 @@ class LanguageModelHead(nn.Module):
         chunk_ends = single_pass_chunks(
             self.config, self.groups, batch, active, losses, hidden_states.dtype, itemsize
         )
+        needs_gradient = self._needs_gradient(hidden_states)
         metrics: dict[str, Tensor] = {}
-        if chunk_ends is not None and self._needs_gradient(hidden_states):
+        if chunk_ends is not None and needs_gradient:
             compact = batch.select(active.index)
             loss, statistics = linear_loss(
                 hidden_states,
@@ -311,12 +313,13 @@ class LanguageModelHead(nn.Module):
             else:
                 loss = _weighted_sum(losses, statistics, batch)
         statistics = statistics.map(Tensor.detach)
+        strategy = "recompute" if chunk_ends is None else "single_pass"
         return HeadOutput(
             loss,
             metrics,
             statistics.logprobs if return_logprobs else None,
             statistics.entropy if return_logprobs else None,
-            "recompute" if chunk_ends is None else "single_pass",
+            strategy if needs_gradient else None,
         )
 
     def _distillation(

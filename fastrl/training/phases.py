@@ -180,7 +180,7 @@ class Phase:
     ) -> dict[str, float]:
         """Makes one update with the summed gradients of the micro-batches."""
         llama = self._parts.llama
-        parts = []
+        parts, strategies = [], []
         for batch in micro_batches:
             if batch.pieces:
                 output = backward_in_pieces(llama, batch.pieces, batch.whole)
@@ -189,6 +189,7 @@ class Phase:
                 output.loss.backward()
             assert output.loss is not None
             parts.append({"loss": output.loss.detach().double(), **output.metrics})
+            strategies.append(output.strategy)
         reduce_gradients(llama)
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = reduce_metrics(add_metrics(parts), llama.lm_head.loss_groups)
@@ -197,7 +198,10 @@ class Phase:
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         result = dict(zip(values, numbers, strict=True))
         llama.lm_head.end_step(result)
-        return result | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return result | {
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "single_pass": strategies.count("single_pass") / len(strategies),
+        }
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {

@@ -53,6 +53,7 @@ def test_metrics_hold_what_a_plot_needs(finished: FinishedRun) -> None:
     assert [record["step"] for record in records] == [13, 14, 15, 16]
     for record in records:
         assert {"policy/entropy", "policy/clip_fraction", "policy/loss", "grad_norm"} <= set(record)
+        assert record["single_pass"] == 1.0
         assert 0 <= record["reward"] <= 1
         assert record["tokens_per_second"] > 0
 
