@@ -84,9 +84,16 @@ class ReasoningGymEnvironment:
         self.train = tuple(train.values())
 
     def score(self, problem: Problem, answer: str | None) -> float:
-        """Returns the verifier's reward of an answer; None is a completion that did not end."""
-        stripped = answer.strip() if answer is not None else None
-        return float(self._verifier.score_answer(stripped, problem.entry))
+        """Returns the verifier's reward of an answer; None is a completion that did not end.
+
+        An answer that the verifier cannot parse counts as none, too.
+        """
+        if answer is None:
+            return float(self._verifier.score_answer(None, problem.entry))
+        try:
+            return float(self._verifier.score_answer(answer.strip(), problem.entry))
+        except Exception:  # some tasks parse without a guard, and with whatever parser
+            return self.score(problem, None)
 
     def _problems(self, dataset: Any) -> Iterator[Problem]:
         for index in range(len(dataset)):

@@ -81,6 +81,15 @@ def test_the_verifier_gets_the_stripped_answer_or_none(monkeypatch: pytest.Monke
     assert rewards == [0.25] * 3
 
 
+def test_an_answer_that_breaks_the_verifier_is_none() -> None:
+    config = ReasoningGymConfig(task="prime_factorization", train_prompts=4, heldout_prompts=2)
+    environment = ReasoningGymEnvironment(config, seed=0)
+    problem = environment.heldout[0]
+    assert problem.answer is not None
+    assert environment.score(problem, problem.answer) == 1
+    assert environment.score(problem, "two x three") == environment.score(problem, None) == 0
+
+
 def test_the_prompt_is_the_pattern_in_the_template() -> None:
     prompt = _environment(prompt="Q {question} A").train[0].prompt
     assert prompt.startswith("Q ")
