@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fastrl import (
     BatchCounts,
@@ -23,6 +24,7 @@ from fastrl.layers.losses import GRPOLoss
 from tests.layers.batches import pack
 
 STRATEGIES = ["recompute", "single_pass"]
+CROSS_ENTROPY = {"answers": {"type": "cross_entropy"}}
 
 
 def uniform_head(loss: dict[str, object], strategy: str = "auto") -> LanguageModelHead:
@@ -236,6 +238,40 @@ def test_w3_frozen_parts_of_a_head(strategy: str, frozen: str) -> None:
             assert part.grad is None
         else:
             torch.testing.assert_close(part.grad, everything[name])
+
+
+class LowRank(nn.Module):
+    """W + s B A, with W frozen beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(2, 3, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.5 * self.b @ self.a
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_w2_a_low_rank_update_of_the_head_is_used_and_trained(strategy: str) -> None:
+    config = LanguageModelHeadConfig.model_validate(
+        {"hidden_size": 3, "vocab_size": 4, "strategy": strategy} | {"losses": CROSS_ENTROPY}
+    )
+    head = LanguageModelHead(config, dtype=torch.float64)
+    nn.init.normal_(head.weight).requires_grad_(False)
+    dense = head.weight.clone()
+    update = LowRank()
+    parametrize.register_parametrization(head, "weight", update)
+    (batch,) = TokenBatch.from_documents([Document([0, 2, 1, 3], prompt_length=1)]).to_kwargs()
+    hidden = torch.randn(4, 3, dtype=torch.float64)
+    output = head(hidden, batch, return_logprobs=True)
+    output.loss.backward()
+
+    logits = hidden @ (dense + 0.5 * update.b @ update.a).T
+    logprobs = logits.log_softmax(-1)[torch.arange(3), batch.labels[:3]]
+    torch.testing.assert_close(output.logprobs[:3], logprobs)
+    expected = torch.autograd.grad(-logprobs.mean(), (update.a, update.b))
+    torch.testing.assert_close((update.a.grad, update.b.grad), expected)
 
 
 @pytest.mark.parametrize("entry_point", ["functional", "head", "loss"])
