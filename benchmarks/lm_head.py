@@ -35,7 +35,7 @@ from benchmarks.problems import (
     Problem,
     Truth,
     make_problem,
-    make_truth,
+    make_truths,
     reference_logprobs,
 )
 
@@ -77,7 +77,7 @@ def run_shape(
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of a shape, one kind of pass after the other."""
     problem = make_problem(SHAPES[name], device)
-    truth = make_truth(problem)
+    truths = make_truths(problem)
     chosen = [
         implementation
         for implementation in (*OURS, *PEERS)
@@ -85,13 +85,13 @@ def run_shape(
         or any(implementation.name.startswith(name) for name in options.impl.split(","))
     ]
     for passes in options.passes.split(","):
-        yield run_passes(problem, truth, chosen, passes, options)
+        yield run_passes(problem, truths, chosen, passes, options)
         gc.collect()
 
 
 def run_passes(
     problem: Problem,
-    truth: Truth,
+    truths: dict[str, Truth],
     implementations: list[Implementation],
     passes: str,
     options: argparse.Namespace,
@@ -105,7 +105,7 @@ def run_passes(
         row = new_row(problem, implementation, passes)
         rows.append(row)
         try:
-            step = gated_step(problem, truth, implementation, passes, row)
+            step = gated_step(problem, truths, implementation, passes, row)
         except NotRun as reason:
             row["reason"] = str(reason)
             continue
@@ -116,7 +116,9 @@ def run_passes(
             gc.collect()
             continue
         entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
-    steps = {name: entry.step for name, entry in entries.items()} | floors(problem, truth, passes)
+    steps = {name: entry.step for name, entry in entries.items()} | floors(
+        problem, truths["grpo"], passes
+    )
     times = time_interleaved(steps, options.repeats, options.warmup)
     for name, entry in entries.items():
         entry.row.update(summary(times[name]))
@@ -151,7 +153,7 @@ def new_row(problem: Problem, implementation: Implementation, passes: str) -> di
 
 def gated_step(
     problem: Problem,
-    truth: Truth,
+    truths: dict[str, Truth],
     implementation: Implementation,
     passes: str,
     row: dict[str, Any],
@@ -171,13 +173,13 @@ def gated_step(
         return torch.autograd.grad(loss(hidden, weight), (hidden, weight))
 
     grad_hidden, grad_weight = step()
-    if row["loss"] == "grpo":
-        row["error_loss"] = abs(float(loss(hidden, weight).detach() - truth.loss))
-        row["error_grad_hidden"] = relative_error(grad_hidden, truth.grad_hidden)
-        row["error_grad_weight"] = relative_error(grad_weight, truth.grad_weight)
-        worst = max(row["error_grad_hidden"], row["error_grad_weight"])
-        if not worst < GATE:
-            raise NotRun(f"gate: gradient error {worst:.2g}")
+    truth = truths[row["loss"]]
+    row["error_loss"] = abs(float(loss(hidden, weight).detach() - truth.loss))
+    row["error_grad_hidden"] = relative_error(grad_hidden, truth.grad_hidden)
+    row["error_grad_weight"] = relative_error(grad_weight, truth.grad_weight)
+    worst = max(row["error_grad_hidden"], row["error_grad_weight"])
+    if not worst < GATE:
+        raise NotRun(f"gate: gradient error {worst:.2g}")
     del grad_hidden, grad_weight
     row["peak_bytes_over_inputs"] = peak_bytes(step)
     return step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import Implementation, Loss
-from benchmarks.problems import EPSILON, Problem
+from benchmarks.problems import EPSILON, EPSILON_HIGH, EPSILON_LOW, Problem
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.layers.language_model_head import LanguageModelHead
 
@@ -19,7 +19,7 @@ GRPO = {
     "epsilon_high": EPSILON,
     "normalisation": "tokens",
 }
-GSPO = {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+GSPO = {"type": "gspo", "epsilon_low": EPSILON_LOW, "epsilon_high": EPSILON_HIGH}
 
 
 def make_head(

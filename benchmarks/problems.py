@@ -12,7 +12,8 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
 from fastrl.functional.batch import BatchKwargs
 
-EPSILON = 0.2
+EPSILON = 0.2  # of GRPO
+EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4  # of GSPO
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,18 @@ class Problem:
         )
         weight = (self.labels[rows] != -100).to(surrogate.dtype)
         return -(surrogate * weight).sum() / len(self.labelled)
+
+    def gspo(self, logprobs: Tensor) -> Tensor:
+        """The GSPO loss of all tokens' log-probabilities, whose documents are of equal length."""
+        grid = (self.shape.num_documents, self.shape.document_length)
+        mask = (self.labels != -100).view(grid)
+        advantages = self.advantages.view(grid)
+        log_ratio = torch.where(mask, (logprobs - self.old_logprobs).view(grid), 0)
+        ratio = (log_ratio.sum(1) / mask.sum(1)).exp()[:, None]
+        surrogate = torch.minimum(
+            ratio * advantages, ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH) * advantages
+        )
+        return -((surrogate * mask).sum(1) / mask.sum(1)).mean()
 
 
 def _prompt_lengths(shape: Shape) -> tuple[list[int], list[bool]]:
@@ -211,11 +224,28 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def make_truth(problem: Problem, most_rows: int = 9000) -> Truth:
+def make_truths(problem: Problem) -> dict[str, Truth]:
+    """By the name of the loss."""
+    logprobs = reference_logprobs(problem).requires_grad_()
+    truths = {}
+    for name, loss in (("grpo", problem.grpo(logprobs)), ("gspo", problem.gspo(logprobs))):
+        (grad,) = torch.autograd.grad(loss, logprobs)
+        truths[name] = make_truth(problem, loss.detach(), grad)
+    return truths
+
+
+def make_truth(
+    problem: Problem,
+    loss: Tensor,
+    grad_logprobs: Tensor,  # [T]
+    most_rows: int = 9000,
+) -> Truth:
     """fp32 all the way, a chunk of active rows at a time.
 
     Args:
         problem: whose.
+        loss: the loss itself.
+        grad_logprobs: its gradient by the log-probabilities.
         most_rows: keep the gradient of the logits, the floor's operand, of no more active rows.
     """
     shape, device = problem.shape, problem.weight.device
@@ -225,18 +255,15 @@ def make_truth(problem: Problem, most_rows: int = 9000) -> Truth:
     rows = problem.active
     num_kept = min(len(rows), most_rows)
     kept = torch.empty(num_kept, shape.vocab_size, dtype=shape.dtype, device=device)
-    total = torch.zeros((), device=device)
     for start in range(0, len(rows), 512):
         index = rows[start : start + 512]
         h = problem.hidden_states.detach()[index].float()
         logits = (h @ weight.t()).requires_grad_()
         z = _capped(logits, shape.softcap)
         logprobs = torch.log_softmax(z, 1).gather(1, problem.labels[index][:, None])[:, 0]
-        loss = problem.grpo(logprobs, index)
-        total += loss.detach()
-        (grad,) = torch.autograd.grad(loss, logits)
+        (grad,) = torch.autograd.grad(logprobs, logits, grad_logprobs[index])
         grad_hidden[index] = grad @ weight
         grad_weight += grad.t() @ h
         room = max(num_kept - start, 0)
         kept[start : start + 512] = grad[:room]
-    return Truth(total, grad_hidden, grad_weight, kept)
+    return Truth(loss, grad_hidden, grad_weight, kept)

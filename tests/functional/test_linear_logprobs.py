@@ -127,6 +127,10 @@ def test_rows_outside_of_gradient_rows_get_no_gradient() -> None:
         ({"weight": torch.zeros(0)}, "ZeRO-3"),
         ({"bias": torch.zeros(5)}, r"`bias` must be torch.float32 of shape \[6\]"),
         ({"temperature": 0.0}, "`temperature` must be positive, got 0.0"),
+        (
+            {"temperature": torch.ones(4, requires_grad=True)},
+            "`temperature` must not require a gradient",
+        ),
         ({"temperature": torch.ones(3)}, r"`temperature` must be .* \[4\]"),
         ({"softcap": -1.0}, "`softcap` must be positive"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1"),
