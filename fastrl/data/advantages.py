@@ -65,17 +65,18 @@ def without_zero_groups(documents: Sequence[Document]) -> list[Document]:
     """
     active: set[int | str | None] = set()
     for document in documents:
-        if document.group_id is not None and _has_advantage(document):
+        if document.group_id is not None and has_advantage(document):
             active.add(document.group_id)
     return [
         document
-        if document.group_id in active or (document.group_id is None and _has_advantage(document))
+        if document.group_id in active or (document.group_id is None and has_advantage(document))
         else without_labels(document)
         for document in documents
     ]
 
 
-def _has_advantage(document: Document) -> bool:
+def has_advantage(document: Document) -> bool:
+    """Whether the document, or any of its tokens, has an advantage other than 0."""
     return document.advantage is not None and bool(
         torch.any(torch.as_tensor(document.advantage) != 0)
     )

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from fastrl.config.environment import EvaluationConfig
 from fastrl.training.environment import ReasoningGymEnvironment
-from fastrl.training.rollouts import Sample, scored
+from fastrl.training.rollouts import scored
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer
 
@@ -20,13 +20,11 @@ class Evaluation:
         reward: mean over all completions.
         solved: share of completions with the full reward of 1.
         finished: share of completions that ended.
-        samples: the first completion of each prompt.
     """
 
     reward: float
     solved: float
     finished: float
-    samples: list[Sample]
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers by the names they have in the metrics file."""
@@ -59,5 +57,4 @@ def evaluate(
         reward=fmean(sample.reward for sample in samples),
         solved=fmean(sample.reward >= 1.0 for sample in samples),
         finished=fmean(sample.finished for sample in samples),
-        samples=samples[:: config.samples_per_prompt],
     )

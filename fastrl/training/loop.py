@@ -164,8 +164,7 @@ class Trainer:
         )
         values = {**evaluation.metrics(), "seconds": self.seconds}
         self._writer.log(self.state.step, self._phase.name, values)
-        num = self._config.logging.num_samples
-        self._display.evaluation(evaluation, evaluation.samples[:num])
+        self._display.evaluation(evaluation)
         return evaluation
 
     def _save(self) -> None:

@@ -38,7 +38,7 @@ class Display(Protocol):
         """Some completions of a step."""
         ...
 
-    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """The held-out prompts were scored."""
         ...
 
@@ -91,7 +91,7 @@ class LiveDisplay:
             table.add_row(*_cells(sample))
         self._progress.console.print(table)
 
-    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Prints the held-out reward."""
         self.message(_heldout(evaluation))
 
@@ -139,7 +139,7 @@ class PlainDisplay:
             prompt, completion, reward = _cells(sample)
             self.message(f"  {prompt!r} -> {completion!r}  reward {reward}")
 
-    def evaluation(self, evaluation: Evaluation, samples: Sequence[Sample]) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Prints the held-out reward."""
         self.message(_heldout(evaluation))
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
 
-import numpy as np
-
 from fastrl.config.base import UserError
 from fastrl.config.losses import AnyLossConfig
 from fastrl.config.phases import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
-from fastrl.data.advantages import group_advantages, with_group_advantages
+from fastrl.data.advantages import group_advantages, has_advantage, with_group_advantages
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
@@ -275,14 +273,9 @@ def _rollouts(
     if rewards:
         metrics = {"reward": fmean(rewards), **metrics}
     labelled = [doc for doc in documents if doc.prompt_length != len(doc.tokens)]
-    active = {doc.group_id for doc in labelled if _has_advantage(doc)}
+    active = {doc.group_id for doc in labelled if has_advantage(doc)}
     num_groups = len({document.group_id for document in documents})
     metrics["active_groups"] = len(active) / num_groups
     if config.zero_variance == "drop":
         labelled = [document for document in labelled if document.group_id in active]
     return Rollouts(labelled, metrics, samples)
-
-
-def _has_advantage(document: Document) -> bool:
-    advantage = document.advantage
-    return advantage != 0 if isinstance(advantage, float) else bool(np.any(advantage))

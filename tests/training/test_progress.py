@@ -12,7 +12,7 @@ from fastrl.training.rollouts import Sample
 
 def _show(display: Display) -> None:
     samples = [Sample("4 + 3 =", "[7]", 1.0, True), Sample("1 + 1 =", "222", 0.0, False)]
-    display.evaluation(Evaluation(0.25, 0.2, 1.0, samples), samples)
+    display.evaluation(Evaluation(0.25, 0.2, 1.0))
     display.begin_phase("rl", 10, 8)
     display.step({"reward": 0.5, "loss": -0.125, "tokens_per_second": 1234.5})
     display.samples(samples)
