@@ -16,6 +16,7 @@ from fastrl.functional.products import chunk_itemsize
 from fastrl.functional.row_ops import LogitTransform
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import linear
+from fastrl.parallel import ParallelGroups
 from tests.functional.cases import CASES, HeadCase, HeadTensors
 
 pytestmark = [
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs kernels on the GPU"),
 ]
 NAMES = ("plain", "one_label", "padding", "temperature_per_token", "softcap", "everything")
+SMALL = linear.Blocks(rows=16, columns=32, depth=16)
 # Logits of a few nats: e^(reference - lse) h is rounded to fp16 here, as it never is on a GPU.
 FUSED = [replace(case, hidden_size=16, spread=0.3) for case in CASES if case.name in NAMES]
 
@@ -30,7 +32,7 @@ FUSED = [replace(case, hidden_size=16, spread=0.3) for case in CASES if case.nam
 @pytest.fixture(autouse=True)
 def _small_tiles_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "run_on_cpu", True)
-    monkeypatch.setattr(linear, "BLOCKS", linear.Blocks(rows=16, columns=32, depth=16))
+    monkeypatch.setattr(linear, "BLOCKS", SMALL)
 
 
 def value(statistics: TokenStatistics, weights: list[Tensor]) -> Tensor:
@@ -38,13 +40,19 @@ def value(statistics: TokenStatistics, weights: list[Tensor]) -> Tensor:
     return torch.stack([(v * w).sum() for v, w in zip(vectors, weights, strict=True)]).sum()
 
 
-def run(tensors: HeadTensors, strategy: str, entropy: bool) -> list[Tensor]:
+def run(
+    tensors: HeadTensors,
+    strategy: str,
+    entropy: bool,
+    groups: ParallelGroups | None = None,
+    weight_rows: int | None = None,
+) -> list[Tensor]:
     """Log-probabilities and gradients, with an upstream gradient that is not 1."""
     case = tensors.case
     problem = check_inputs(
         tensors.hidden_states, tensors.weight, tensors.labels, bias=tensors.bias,
         transform=LogitTransform(tensors.temperature, case.softcap, case.logit_scale),
-        vocab_size=case.vocab_size, weight_rows=None, groups=None, chunk_size=None,
+        vocab_size=case.vocab_size, weight_rows=weight_rows, groups=groups, chunk_size=None,
         max_logits_bytes=2**20, entropy=entropy, rows=None,
     )  # fmt: skip
     weights = tensors.upstream()
@@ -71,14 +79,22 @@ def run(tensors: HeadTensors, strategy: str, entropy: bool) -> list[Tensor]:
 def test_equals_float64(case: HeadCase, strategy: str, entropy: bool) -> None:
     tensors = case.tensors(torch.float16)
     assert chunk_itemsize(tensors.hidden_states, tensors.weight) == 2
-    wide = replace(
+    assert_close(run(tensors, strategy, entropy), run(in_float64(tensors), strategy, entropy))
+
+
+def in_float64(tensors: HeadTensors) -> HeadTensors:
+    """The same numbers, wider."""
+    return replace(
         tensors,
         hidden_states=tensors.hidden_states.detach().double().requires_grad_(),
         weight=tensors.weight.detach().double().requires_grad_(),
         bias=None if tensors.bias is None else tensors.bias.detach().double().requires_grad_(),
     )
-    logprobs, *grads = run(tensors, strategy, entropy)
-    expected, *true_grads = run(wide, strategy, entropy)
+
+
+def assert_close(results: list[Tensor], truths: list[Tensor]) -> None:
+    """Log-probabilities as of fp32 logits, gradients as of operands that were rounded."""
+    (logprobs, *grads), (expected, *true_grads) = results, truths
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=2e-5)
     for grad, true in zip(grads, true_grads, strict=True):
         assert grad.dtype == torch.float16
