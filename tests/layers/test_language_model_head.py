@@ -15,6 +15,7 @@ from fastrl import (
     LanguageModelHeadConfig,
     TokenBatch,
 )
+from fastrl.config import GRPOLossConfig
 from fastrl.layers.losses import add_metrics
 from tests.layers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
 
@@ -282,7 +283,7 @@ def test_a_used_up_graph_says_so() -> None:
 def test_autocast_leaves_a_pass_in_fp32() -> None:
     batch = pack(ragged_documents())
     config = LanguageModelHeadConfig(
-        hidden_size=64, vocab_size=40, strategy="single_pass", losses={"policy": {"type": "grpo"}}
+        hidden_size=64, vocab_size=40, strategy="single_pass", losses={"policy": GRPOLossConfig()}
     )
     head = LanguageModelHead(config)
     hidden = torch.randn(batch.num_tokens, 64, requires_grad=True)
