@@ -181,6 +181,14 @@ def test_c1_a_bound_of_one_is_refused(delta: float) -> None:
         loss_of(type="grpo", delta=delta)
 
 
+def test_c4_the_second_bound_counts_as_high() -> None:
+    batch = batch_of(document_of([math.log(5)], -1.0), document_of([math.log(2)], -1.0))
+    loss = loss_of(type="grpo", delta=4.0)
+    metrics = finish_metrics(loss.metrics(at_zero(batch), batch))
+    assert metrics["clip_fraction"].item() == metrics["clip_fraction_high"].item() == 0.5
+    assert metrics["clip_fraction_low"].item() == 0
+
+
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "gspo_token", "gmpo", "dppo"])
 def test_c4_clip_fractions_look_at_ratio_and_sign(loss: str) -> None:
     cases = ((1.5, 1.0), (0.5, -1.0), (1.5, -1.0), (0.5, 1.0), (0.5, 0.0))

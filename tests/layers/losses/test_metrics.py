@@ -104,6 +104,14 @@ def test_weights_of_all_masks() -> None:
     assert batch.model_version is not None
     fresh = CURRENT_VERSION - batch.model_version[mask] <= 2
     torch.testing.assert_close(metrics["weight"], fresh.double().mean())
+    # A token without advantage teaches nothing, but no mask has dropped it.
+    mask_config = {"threshold": 1e-9, "behaviour": "rollout"}
+    case = LossCase("off_policy", {"type": "grpo", "off_policy_mask": mask_config})
+    batch = batch.replace(rollout_logprobs=torch.zeros_like(statistics.logprobs))
+    assert batch.advantages is not None
+    kept = batch.advantages[mask] >= 0
+    metrics = case.loss().metrics(statistics, batch)
+    torch.testing.assert_close(metrics["weight"], kept.double().mean())
 
 
 def test_parts_are_put_together_by_name() -> None:
