@@ -179,8 +179,11 @@ def test_z1_each_prompt_length_under_each_layout(
         whole = head(batch.positions[:, None].double(), batch, return_logprobs=True).logprobs
         assert whole is not None
         found: dict[int, float] = {}
-        for slots, logprobs in ranks(z1_rank, 2, length, prompt, layout):
+        answers = ranks(z1_rank, 2, length, prompt, layout)
+        for slots, logprobs in answers:
             found.update(zip(slots, logprobs, strict=True))
+        first = [0, 1, 6, 7] if layout == "zigzag" else [0, 1, 2, 3]
+        assert answers[0][0] == first
         expected = whole.tolist()
         assert [found[slot] for slot in range(8)] == pytest.approx(expected)
         assert sum(value != 0 for value in expected) == length - prompt
