@@ -210,6 +210,8 @@ def _unknown_key(place: _Place, root: type[Config]) -> str:
         remedy = f": it belongs to type {_listed(others)}"
     elif similar in elsewhere:
         remedy = f"; did you mean `{elsewhere[similar]}`?"
+        if parents and own:
+            remedy += f" The keys here are {_listed(own)}"
     else:
         remedy = _hint(_close(similar, own)) or f"; its keys are {_listed(own)}"
     return f"unknown key `{key}` {section}{remedy}"

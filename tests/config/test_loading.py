@@ -125,7 +125,8 @@ _LOSS = {"type": "gspo"}
         (
             {"phases": [{"type": "rl", "epsilon_high": 1}]},
             "unknown key `epsilon_high` in `phases.0` (type `rl`);"
-            " did you mean `phases.<index>.head.losses.<name>.epsilon_high`?",
+            " did you mean `phases.<index>.head.losses.<name>.epsilon_high`?"
+            " The keys here are `type`, `steps`, `group_size`, `head`",
         ),
         (
             {"rope": {"type": "plain", "factor": 2}},
