@@ -97,8 +97,11 @@ def dump_config(config: Config) -> str:
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `dump_config` to a file, which appears complete or not at all."""
     temporary = Path(f"{os.fspath(path)}.tmp")
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Override(NamedTuple):

@@ -42,8 +42,11 @@ def write_report(run_dir: Path, *, title: str) -> Path:
         for end in ends:
             axis.axvline(end, color="grey", linewidth=0.8, linestyle=":")
     temporary = run_dir / f".{REPORT_FILE}.{os.getpid()}.png"
-    FigureCanvasAgg(figure).print_png(str(temporary))
-    return temporary.replace(run_dir / REPORT_FILE)
+    try:
+        FigureCanvasAgg(figure).print_png(str(temporary))
+        return temporary.replace(run_dir / REPORT_FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:

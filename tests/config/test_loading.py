@@ -1,5 +1,6 @@
 """Configs from YAML and overrides, and what a mistake in them is answered with."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,18 @@ def test_the_resolved_config_loads_back_equal(tmp_path: Path) -> None:
     assert dump_config(load_config(Run, path)) == path.read_text(encoding="utf-8")
     assert "learning_rate: 2.0e-05\n" in path.read_text(encoding="utf-8")
     assert [item.name for item in tmp_path.iterdir()] == ["resolved.yaml"]
+
+
+def test_a_config_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(LlamaConfig(), tmp_path / "config.yaml")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_defaults_of_a_model_load_back_equal() -> None:
