@@ -169,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     estimate.set_defaults(command=_estimate)
 
     config = commands.add_parser("config", help="about the configs that `train` reads")
+    _add_config_commands(config)
+    return parser
+
+
+def _add_config_commands(config: argparse.ArgumentParser) -> None:
     config_commands = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
     schema = config_commands.add_parser("schema", help="print the JSON schema of a run's config")
     schema.set_defaults(command=_config_schema)
@@ -176,7 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", type=Path, metavar="FILE", help="YAML file of the run")
     _add_overrides(check, "phases.1.steps=20 or model.hidden_size=96")
     check.set_defaults(command=_config_check)
-    return parser
 
 
 def _add_overrides(parser: argparse.ArgumentParser, examples: str) -> None:

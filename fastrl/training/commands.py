@@ -52,11 +52,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     _check_packages(config.logging)
     parts = build_parts(config, checkpoint=checkpoint, spread=True)
     is_main = parts.processes.is_main
-    state = TrainerState() if checkpoint is None else load_trainer_state(checkpoint)
-    if state.phase_step == config.phases[state.phase].steps and state.phase + 1 < len(
-        config.phases
-    ):
-        state = replace(state, phase=state.phase + 1, phase_step=0, position=0, optimizer=None)
+    state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint)
     for later in range(state.phase + 1, len(config.phases)):
         build_source(config, later, parts)  # so that its errors come now
     phase = Phase(config, state.phase, parts)
@@ -81,13 +77,13 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         display.close()
         writer.close()
     parts.processes.close()
+    end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
     if config.logging.report and is_main:
-        end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
         write_report(run_dir, title=f"{run_dir.name}: {end}")
     if not finished:
-        _say(console, f"stopped after step {trainer.state.step} and saved; go on with --resume")
+        _say(console, f"{end} and saved; go on with --resume")
         raise KeyboardInterrupt
-    _say(console, trainer.summary())
+    _say(console, end)
     return 0
 
 
@@ -171,6 +167,15 @@ def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
             f"differ from {CONFIG_FILE} there"
         )
     return latest_checkpoint(run_dir)
+
+
+def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
+    """Returns the state of a checkpoint, at the beginning of the next phase if one has ended."""
+    state = load_trainer_state(checkpoint)
+    has_ended = state.phase_step == config.phases[state.phase].steps
+    if not has_ended or state.phase + 1 == len(config.phases):
+        return state
+    return replace(state, phase=state.phase + 1, phase_step=0, position=0, optimizer=None)
 
 
 def _check_unused(run_dir: Path) -> None:
