@@ -88,9 +88,7 @@ def save_checkpoint(
             shutil.rmtree(stale)
     try:
         save_llama(llama, temporary)
-        # To an open file, as torch hides what the system says of a path.
-        with (temporary / TRAINER_FILE).open("wb") as file:
-            torch.save(vars(state), file)
+        _save_state(state, temporary / TRAINER_FILE)
         temporary.rename(target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -106,6 +104,13 @@ def save_checkpoint(
     for old in others[keep - 1 :]:
         shutil.rmtree(old)
     return target
+
+
+def _save_state(state: TrainerState, file: Path) -> None:
+    try:
+        torch.save(vars(state), file)
+    except RuntimeError as error:  # what torch makes of a write that the system refuses
+        raise OSError(f"{file}: {error} (is the disk full?)") from error
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
