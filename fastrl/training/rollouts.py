@@ -174,6 +174,7 @@ class FileRollouts:
         self._config = config
         self._advantage = advantage
         groups: dict[object, list[Document]] = defaultdict(list)
+        named: list[tuple[str, Document]] = []
         for path in config.paths:
             documents = read_rollouts(
                 path,
@@ -188,11 +189,13 @@ class FileRollouts:
                         f"{path}, document {number}: `tokens` must be ids below the vocabulary "
                         f"size {vocab_size}, got {largest}"
                     )
+                named.append((f"{path}, document {number}", document))
                 # A document without a group is one of its own; groups do not reach over files.
                 group_id = number if document.group_id is None else document.group_id
                 groups[path, document.group_id is None, group_id].append(document)
         if not groups:
             raise UserError(f"{', '.join(config.paths)}: no documents")
+        _check_same_columns(named)
         self._groups = ShuffledItems(list(groups.values()), seed)
         self.longest = max(len(document.tokens) for group in groups.values() for document in group)
 
@@ -220,6 +223,21 @@ class FileRollouts:
             scale=self._advantage.scale,
         )
         return _rollouts([*given, *relative], self._advantage, {}, [])
+
+
+def _check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
+    """Refuses a column that some documents have and others lack.
+
+    What micro-batches and ranks compute, and so their collectives, follows from their columns.
+    """
+    for field in ("logprobs", "ref_logprobs", "rollout_logprobs", "model_version"):
+        lacks = [where for where, document in named if getattr(document, field) is None]
+        if lacks and len(lacks) < len(named):
+            (has, *_) = (where for where, document in named if getattr(document, field) is not None)
+            raise UserError(
+                f"{lacks[0]}: `{field}` is required, as {has} has it, got none; give it to all "
+                "documents or to none"
+            )
 
 
 def scored(

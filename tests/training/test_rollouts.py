@@ -130,6 +130,16 @@ def test_a_loss_names_what_the_files_must_have(tmp_path: Path) -> None:
         _phase([path], "phases.1.losses={policy: {type: grpo, kl: {coefficient: 0.1}}}")
 
 
+def test_a_column_is_in_all_documents_or_in_none(tmp_path: Path) -> None:
+    """Ranks whose documents differ in it would compute different metrics."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    write_rollouts(first, _documents())
+    write_rollouts(second, [replace(d, rollout_logprobs=d.logprobs) for d in _documents()])
+    message = r"first.jsonl, document 1: `rollout_logprobs` is .* as \S+second.jsonl, document 1"
+    with pytest.raises(UserError, match=message):
+        _phase([first, second])
+
+
 def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("", encoding="utf-8")
