@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from fastrl.config.policy_losses import ClippedLossConfig
-from fastrl.layers.losses.policy_gradient import (
-    LanguageModelPolicyGradientLoss,
-    PolicyTerms,
-    RatioLevel,
-)
+from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, RatioLevel
+from fastrl.layers.losses.policy_terms import PolicyTerms
 
 
 class GRPOLoss(LanguageModelPolicyGradientLoss[ClippedLossConfig]):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastrl.config.policy_losses import DPPOLossConfig
-from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, PolicyTerms
+from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
+from fastrl.layers.losses.policy_terms import PolicyTerms
 
 
 class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):

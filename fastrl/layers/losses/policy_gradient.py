@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -19,42 +18,13 @@ from fastrl.layers.losses.base import LanguageModelLoss, Level, at_least_one, ma
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import kl_term
 from fastrl.layers.losses.policy_metrics import policy_metrics
+from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp, own_ratio, per_document, per_document_mean
 from fastrl.layers.losses.weights import fresh, off_policy_kept, rollout_weights
 
 PolicyGradientConfigT = TypeVar("PolicyGradientConfigT", bound=PolicyGradientLossConfig)
 
 RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
-
-
-@dataclass(frozen=True)
-class PolicyTerms:
-    """What surrogates, penalties and metrics are made of; all [T], neutral at slots without label.
-
-    Attributes:
-        mask: slots with a label.
-        logprobs: of the labels, 0 without.
-        log_ratios: logprob - old_logprob of each token; 0 for a loss without ratio.
-        ratio: at the loss's level, 1 for a loss without ratio.
-        advantages: of the token; the document's mean where it has one ratio.
-        weights: detached product of all weights and masks; None is 1.
-        kl: the penalty of each token, coefficient included; None without.
-        kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
-    """
-
-    mask: Tensor
-    logprobs: Tensor
-    log_ratios: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    weights: Tensor | None
-    kl: Tensor | None
-    kept_entropy: Tensor | None
-
-    def detached(self) -> PolicyTerms:
-        """The terms without their graph."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{n: x.detach() for n, x in values.items() if x is not None})
 
 
 class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
@@ -131,7 +101,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
         """See `policy_metrics`."""
         terms = self.prepare(statistics, batch)
-        return policy_metrics(self, terms, statistics, batch, self.value(terms, batch))
+        return self._metrics(terms, statistics, batch, self.value(terms, batch))
 
     def with_metrics(
         self, statistics: TokenStatistics, batch: BatchKwargs
@@ -141,7 +111,20 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         value = self.value(terms, batch)
         with torch.no_grad():
             statistics, terms = statistics.map(Tensor.detach), terms.detached()
-            return value, policy_metrics(self, terms, statistics, batch, value.detach())
+            return value, self._metrics(terms, statistics, batch, value.detach())
+
+    def _metrics(
+        self, terms: PolicyTerms, statistics: TokenStatistics, batch: BatchKwargs, value: Tensor
+    ) -> dict[str, Tensor]:
+        bonus = self.entropy_bonus
+        return policy_metrics(
+            terms,
+            statistics,
+            batch,
+            value,
+            clipped=self.is_clipped(terms),
+            entropy_bonus=bonus.value if bonus.can_act else None,
+        )
 
     def value(self, terms: PolicyTerms, batch: BatchKwargs) -> Tensor:
         """The loss of prepared terms, a scalar."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -12,18 +10,18 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.kl import kl_estimate
 from fastrl.layers.losses.metrics import document_mean, moments, token_means
+from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
-
-if TYPE_CHECKING:
-    from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, PolicyTerms
 
 
 def policy_metrics(
-    loss: LanguageModelPolicyGradientLoss[Any],
     terms: PolicyTerms,
     statistics: TokenStatistics,
     batch: BatchKwargs,
     value: Tensor,
+    *,
+    clipped: tuple[Tensor, Tensor] | None,  # [T], [T]
+    entropy_bonus: float | None,
 ) -> dict[str, Tensor]:
     """This part's share of the step's metrics; means are over its labels unless said otherwise.
 
@@ -42,7 +40,6 @@ def policy_metrics(
         columns["weight"] = terms.weights
     if statistics.entropy is not None:
         columns["entropy"] = statistics.entropy
-    clipped = loss.is_clipped(terms)
     if clipped is not None:
         low, high = clipped
         columns["clip_fraction_low"] = low.to(torch.float32)
@@ -56,8 +53,8 @@ def policy_metrics(
         log_weights = masked(batch.old_logprobs - batch.rollout_logprobs, terms.mask)
         metrics |= moments("rollout_weight", bounded_exp(log_weights), batch)
     metrics |= _staleness(batch) | _rewards(batch)
-    if loss.entropy_bonus.can_act:
-        metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], loss.entropy_bonus.value)
+    if entropy_bonus is not None:
+        metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], entropy_bonus)
     ones = torch.ones_like(statistics.logprobs)
     metrics["tokens"] = masked(ones, terms.mask).double().sum()
     shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)

@@ -5,11 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastrl.config.policy_losses import ReinforceLossConfig
-from fastrl.layers.losses.policy_gradient import (
-    LanguageModelPolicyGradientLoss,
-    PolicyTerms,
-    RatioLevel,
-)
+from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, RatioLevel
+from fastrl.layers.losses.policy_terms import PolicyTerms
 
 
 class ReinforceLoss(LanguageModelPolicyGradientLoss[ReinforceLossConfig]):

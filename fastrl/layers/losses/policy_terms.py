@@ -1,0 +1,37 @@
+"""What a policy-gradient loss makes of log-probabilities and batch, before its surrogate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What surrogates, penalties and metrics are made of; all [T], neutral at slots without label.
+
+    Attributes:
+        mask: slots with a label.
+        logprobs: of the labels, 0 without.
+        log_ratios: logprob - old_logprob of each token; 0 for a loss without ratio.
+        ratio: at the loss's level, 1 for a loss without ratio.
+        advantages: of the token; the document's mean where it has one ratio.
+        weights: detached product of all weights and masks; None is 1.
+        kl: the penalty of each token, coefficient included; None without.
+        kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
+    """
+
+    mask: Tensor
+    logprobs: Tensor
+    log_ratios: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    weights: Tensor | None
+    kl: Tensor | None
+    kept_entropy: Tensor | None
+
+    def detached(self) -> PolicyTerms:
+        """The terms without their graph."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: x.detach() for n, x in values.items() if x is not None})
