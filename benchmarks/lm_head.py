@@ -28,14 +28,14 @@ from benchmarks.measure import (
     summary,
     time_interleaved,
 )
-from benchmarks.ours import OURS
+from benchmarks.ours import OURS, gspo
 from benchmarks.peers import PEERS, Implementation, NotRun
 from benchmarks.problems import (
     SHAPES,
     Problem,
     Truth,
     make_problem,
-    make_truths,
+    make_truth,
     reference_logprobs,
 )
 
@@ -77,7 +77,10 @@ def run_shape(
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of a shape, one kind of pass after the other."""
     problem = make_problem(SHAPES[name], device)
-    truths = make_truths(problem)
+    truths = {
+        "grpo": make_truth(problem, problem.grpo),
+        "gspo": make_truth(problem, gspo(problem)),
+    }
     chosen = [
         implementation
         for implementation in (*OURS, *PEERS)

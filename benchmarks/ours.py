@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import Implementation, Loss
-from benchmarks.problems import EPSILON, EPSILON_HIGH, EPSILON_LOW, Problem
+from benchmarks.problems import EPSILON, Problem
+from fastrl.config import GSPOLossConfig
 from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.language_model_head import LanguageModelHead
+from fastrl.layers.losses import build_loss
 
 GRPO = {
     "type": "grpo",
@@ -19,7 +22,17 @@ GRPO = {
     "epsilon_high": EPSILON,
     "normalisation": "tokens",
 }
-GSPO = {"type": "gspo", "epsilon_low": EPSILON_LOW, "epsilon_high": EPSILON_HIGH}
+GSPO = {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+
+
+def gspo(problem: Problem) -> Callable[[Tensor], Tensor]:
+    """The GSPO loss of log-probabilities [T], which the head's gradients are held to."""
+    loss = build_loss(GSPOLossConfig.model_validate(GSPO))
+
+    def of_logprobs(logprobs: Tensor) -> Tensor:
+        return loss(TokenStatistics(logprobs, None, logprobs.detach()), problem.batch)
+
+    return of_logprobs
 
 
 def make_head(

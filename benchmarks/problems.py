@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
 from fastrl.functional.batch import BatchKwargs
 
-EPSILON = 0.2  # of GRPO
-EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4  # of GSPO
+EPSILON = 0.2
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,6 @@ class Problem:
         )
         weight = (self.labels[rows] != -100).to(surrogate.dtype)
         return -(surrogate * weight).sum() / len(self.labelled)
-
-    def gspo(self, logprobs: Tensor) -> Tensor:
-        """The GSPO loss of all tokens' log-probabilities, whose documents are of equal length."""
-        grid = (self.shape.num_documents, self.shape.document_length)
-        mask = (self.labels != -100).view(grid)
-        advantages = self.advantages.view(grid)
-        log_ratio = torch.where(mask, (logprobs - self.old_logprobs).view(grid), 0)
-        ratio = (log_ratio.sum(1) / mask.sum(1)).exp()[:, None]
-        surrogate = torch.minimum(
-            ratio * advantages, ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH) * advantages
-        )
-        return -((surrogate * mask).sum(1) / mask.sum(1)).mean()
 
 
 def _prompt_lengths(shape: Shape) -> tuple[list[int], list[bool]]:
@@ -224,30 +212,19 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def make_truths(problem: Problem) -> dict[str, Truth]:
-    """By the name of the loss."""
-    logprobs = reference_logprobs(problem).requires_grad_()
-    truths = {}
-    for name, loss in (("grpo", problem.grpo(logprobs)), ("gspo", problem.gspo(logprobs))):
-        (grad,) = torch.autograd.grad(loss, logprobs)
-        truths[name] = make_truth(problem, loss.detach(), grad)
-    return truths
-
-
 def make_truth(
-    problem: Problem,
-    loss: Tensor,
-    grad_logprobs: Tensor,  # [T]
-    most_rows: int = 9000,
+    problem: Problem, loss_of: Callable[[Tensor], Tensor], most_rows: int = 9000
 ) -> Truth:
     """fp32 all the way, a chunk of active rows at a time.
 
     Args:
         problem: whose.
-        loss: the loss itself.
-        grad_logprobs: its gradient by the log-probabilities.
+        loss_of: the loss of all tokens' log-probabilities [T].
         most_rows: keep the gradient of the logits, the floor's operand, of no more active rows.
     """
+    all_logprobs = reference_logprobs(problem).requires_grad_()
+    loss = loss_of(all_logprobs)
+    (grad_logprobs,) = torch.autograd.grad(loss, all_logprobs)
     shape, device = problem.shape, problem.weight.device
     weight = problem.weight.detach().float()
     grad_hidden = torch.zeros(problem.hidden_states.shape, device=device)
@@ -266,4 +243,4 @@ def make_truth(
         grad_weight += grad.t() @ h
         room = max(num_kept - start, 0)
         kept[start : start + 512] = grad[:room]
-    return Truth(loss, grad_hidden, grad_weight, kept)
+    return Truth(loss.detach(), grad_hidden, grad_weight, kept)

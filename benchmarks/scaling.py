@@ -206,12 +206,8 @@ def make_case(layout: str, problem: Problem, loss: str, strategy: str) -> Case:
         slots = shard_slots(shape.num_tokens, rank=rank, size=size)[0]
         first, last = int(slots[0]), int(slots[-1]) + 1
         hidden = hidden[first:last].clone()
-        names = ("labelled_rows", "active_rows", "active_document_rows")
-        sets = {
-            n: r.within(first, last) for n in names if isinstance(r := getattr(batch, n), RowSet)
-        }
-        batch = batch.select(slice(first, last)).replace(**sets)
-        batch = batch.replace(whole_documents=shape.num_documents % size == 0)
+        whole = shape.num_documents % size == 0
+        batch = batch.span(first, last).replace(whole_documents=whole)
     head.weight = nn.Parameter(weight)
     return Case(layout, head, hidden.requires_grad_(), batch)
 

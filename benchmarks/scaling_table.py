@@ -5,7 +5,7 @@ python -m benchmarks.scaling_table
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from fastrl.config import LlamaConfig
 from fastrl.config.training import ParallelConfig
@@ -18,25 +18,16 @@ INSIDE, BETWEEN = 350e9, 40e9
 SPEED = 400e12
 GPU_GIB = 80
 
+SHARED: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "activation_checkpointing": True,
+}
+LARGE: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336}
+LARGER: dict[str, Any] = {"hidden_size": 8192, "intermediate_size": 28672}
 MODELS = {
-    "8B": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        activation_checkpointing=True,
-    ),
-    "70B": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        activation_checkpointing=True,
-    ),
+    "8B": LlamaConfig(num_hidden_layers=32, num_attention_heads=32, **LARGE, **SHARED),
+    "70B": LlamaConfig(num_hidden_layers=80, num_attention_heads=64, **LARGER, **SHARED),
 }
 K = 2**10
 # Model, tokens of a packed sequence, and sizes: data, sequence_data, tensor, micro-sequences.
@@ -56,14 +47,9 @@ ROWS = [
 ]
 
 
-@dataclass(frozen=True)
-class Row:
+def line(*cells: str) -> str:
     """One line of the table."""
-
-    cells: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"| {' | '.join(self.cells)} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def table() -> str:
@@ -84,11 +70,11 @@ def table() -> str:
         "network s",
         "compute s",
     )
-    lines = [str(Row(head)), str(Row(("---",) * len(head)))]
-    return "\n".join([*lines, *(str(row(*values)) for values in ROWS)])
+    lines = [line(*head), line(*["---"] * len(head))]
+    return "\n".join([*lines, *(row(*values) for values in ROWS)])
 
 
-def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> Row:
+def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> str:
     """One model on one layout."""
     data, sequence_data, tensor, pieces = sizes
     model = MODELS[name]
@@ -113,7 +99,7 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> Row:
         span = {"tensor": tensor, "sequence_data": sequence_data * tensor}
         inside = span.get(axis, parallel.num_processes) <= 8
         seconds += call.sent_bytes / (INSIDE if inside else BETWEEN)
-    cells = (
+    return line(
         name,
         f"{tokens // K}k",
         str(parallel.num_processes),
@@ -129,7 +115,6 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> Row:
         f"{seconds:.1f}",
         f"{compute_seconds(model, parallel, tokens):.1f}",
     )
-    return Row(cells)
 
 
 def compute_seconds(model: LlamaConfig, parallel: ParallelConfig, tokens: int) -> float:

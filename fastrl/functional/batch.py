@@ -209,6 +209,17 @@ class BatchKwargs:
             self, labelled_rows=None, active_rows=None, active_document_rows=None, **gathered
         )
 
+    @property
+    def row_sets(self) -> dict[str, RowSet]:
+        """The row sets that there are, by the name of their field."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, RowSet)}
+
+    def span(self, start: int, stop: int) -> BatchKwargs:
+        """The batch of the slots [start, stop), with their row sets."""
+        sets = {name: rows.within(start, stop) for name, rows in self.row_sets.items()}
+        return self.select(slice(start, stop)).replace(**sets)
+
     def _map(self, function: Any) -> BatchKwargs:
         """The batch with `function` applied to every tensor, also those of row sets."""
         changes: dict[str, Any] = {}

@@ -308,10 +308,7 @@ class LanguageModelHead(nn.Module):
                 gradient_rows=active.index,
             )
             statistics = replace(statistics, **more)
-            if self.config.metrics:
-                loss, metrics = _sum_with_metrics(losses, statistics, batch)
-            else:
-                loss = _weighted_sum(losses, statistics, batch)
+            loss, metrics = self._sum(losses, statistics, batch)
         statistics = statistics.map(Tensor.detach)
         strategy = "recompute" if chunk_ends is None else "single_pass"
         return HeadOutput(
@@ -350,10 +347,18 @@ class LanguageModelHead(nn.Module):
             )
             none = torch.zeros_like(divergence)
             statistics = TokenStatistics(none, None, none, divergence=divergence)
-            value, of_loss = _sum_with_metrics({name: loss}, statistics, scaled)
+            value, of_loss = self._sum({name: loss}, statistics, scaled)
             total.append(value)
-            metrics |= of_loss if self.config.metrics else {}
+            metrics |= of_loss
         return HeadOutput(torch.stack(total).sum(), metrics, None, None, "recompute")
+
+    def _sum(
+        self, losses: Losses, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the losses, and their metrics where the config asks for them."""
+        if self.config.metrics:
+            return _sum_with_metrics(losses, statistics, batch)
+        return _weighted_sum(losses, statistics, batch), {}
 
     def _check_teacher(self, teacher: Teacher | None) -> None:
         names = [name for name, loss in self.losses.items() if "divergence" in loss.needs]

@@ -39,13 +39,7 @@ def sequence_slice(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
             f"`batch` must have a multiple of {size} tokens under sequence parallelism, got"
             f" {batch.num_tokens}; pack with `pad_to_multiple`."
         )
-    start, stop = rank * step, (rank + 1) * step
-    sets = {
-        name: rows.within(start, stop)
-        for name in ("labelled_rows", "active_rows", "active_document_rows")
-        if isinstance(rows := getattr(batch, name), RowSet)
-    }
-    return batch.select(slice(start, stop)).replace(**sets)
+    return batch.span(rank * step, (rank + 1) * step)
 
 
 def labelled_rows(batch: BatchKwargs) -> RowSet:

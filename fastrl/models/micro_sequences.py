@@ -89,11 +89,7 @@ def _as_gathered(llama: Llama, pieces: Sequence[BatchKwargs], joined: BatchKwarg
     order = slots.transpose(0, 1).flatten()
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    sets = {
-        name: _moved(rows, place)
-        for name in ("labelled_rows", "active_rows", "active_document_rows")
-        if isinstance(rows := getattr(joined, name), RowSet)
-    }
+    sets = {name: _moved(rows, place) for name, rows in joined.row_sets.items()}
     device = joined.labels.device
     # A document's rows are no longer adjacent, so no chunk of rows holds whole documents.
     return joined.select(order.to(device)).replace(whole_documents=False, **sets)

@@ -104,7 +104,7 @@ class Phase:
         """Goes on where a checkpoint of this phase was written; the weights are loaded already."""
         assert state.optimizer is not None
         self.steps_done = state.phase_step
-        self.source.position = state.position
+        self.source.items.position = state.position
         load_optimizer(self.optimizer, state.optimizer)
         for name, loss in self._policy_losses().items():
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
@@ -117,7 +117,7 @@ class Phase:
         losses = self._policy_losses()
         return replace(
             before,
-            position=self.source.position,
+            position=self.source.items.position,
             optimizer=whole_state(self.optimizer.state_dict()),
             reference=None if self.reference is None else whole_state(self.reference.state_dict()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastrl.config.base import UserError
 from fastrl.config.losses import AnyLossConfig
@@ -51,11 +51,11 @@ class RolloutSource(Protocol):
     """Gives the documents of step after step.
 
     Attributes:
-        position: of the source, for a checkpoint; set it to go on from one.
+        items: what steps are made of; their position goes into a checkpoint.
         longest: most tokens that a document can have.
     """
 
-    position: int
+    items: ShuffledItems[Any]
     longest: int
 
     def next(self) -> Rollouts:
@@ -90,22 +90,13 @@ class SampledRollouts:
         self._tokenizer = tokenizer
         self._sampler = sampler
         prompts = [(problem, tokenizer.encode(problem.prompt)) for problem in environment.train]
-        self._problems = ShuffledItems(prompts, seed)
+        self.items = ShuffledItems(prompts, seed)
         self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
-
-    @property
-    def position(self) -> int:
-        """Problems taken so far."""
-        return self._problems.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._problems.position = position
 
     def next(self) -> Rollouts:
         """Samples a group of completions for each of the next problems."""
         config = self._config
-        taken = self._problems.take(config.prompts_per_step)
+        taken = self.items.take(config.prompts_per_step)
         problems, prompts = [problem for problem, _ in taken], [prompt for _, prompt in taken]
         groups = self._sampler.sample(
             prompts, num_each=config.group_size, temperature=config.temperature
@@ -196,24 +187,15 @@ class FileRollouts:
         if not groups:
             raise UserError(f"{', '.join(config.paths)}: no documents")
         _check_same_columns(named)
-        self._groups = ShuffledItems(list(groups.values()), seed)
+        self.items = ShuffledItems(list(groups.values()), seed)
         self.longest = max(len(document.tokens) for group in groups.values() for document in group)
-
-    @property
-    def position(self) -> int:
-        """Groups taken so far."""
-        return self._groups.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._groups.position = position
 
     def next(self) -> Rollouts:
         """Takes groups until the step has its documents."""
         documents: list[Document] = []
         number = 0
         while len(documents) < self._config.documents_per_step:
-            (group,) = self._groups.take(1)
+            (group,) = self.items.take(1)
             documents += [replace(document, group_id=number) for document in group]
             number += 1
         given = [document for document in documents if document.advantage is not None]

@@ -32,21 +32,12 @@ class SupervisedDocuments:
             answer = [*tokenizer.encode(problem.answer), tokenizer.end_token]
             documents.append(Document(tokens=prompt + answer, prompt_length=len(prompt)))
         self._number = config.documents_per_step
-        self._documents = ShuffledItems(documents, seed)
+        self.items = ShuffledItems(documents, seed)
         self.longest = max(len(document.tokens) for document in documents)
-
-    @property
-    def position(self) -> int:
-        """Documents taken so far."""
-        return self._documents.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._documents.position = position
 
     def next(self) -> Rollouts:
         """Takes the documents of a step."""
-        return Rollouts(self._documents.take(self._number), {}, [])
+        return Rollouts(self.items.take(self._number), {}, [])
 
 
 def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
