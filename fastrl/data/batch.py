@@ -80,7 +80,11 @@ class BatchCounts:
         if device is None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         numbers = [labels, documents, groups_with_labels]
-        counts = torch.tensor(numbers, dtype=torch.int64, device=device)
+        counts = torch.tensor(numbers, dtype=torch.int64)
+        if torch.device(device).type == "cuda":
+            # From pageable memory the copy would wait for all that the GPU has to do.
+            counts = counts.pin_memory()
+        counts = counts.to(device, non_blocking=True)
         dist.all_reduce(counts, group=group)
         values = counts.tolist() if counts.device.type == "cpu" else counts.unbind()
         return cls(values[0], values[1], values[2], group_labels)

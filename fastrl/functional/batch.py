@@ -181,8 +181,11 @@ class BatchKwargs:
         return self._map(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> BatchKwargs:
-        """The same batch in page-locked memory, for `to(device, non_blocking=True)`."""
-        return self._map(lambda value: value.pin_memory())
+        """The same batch in page-locked memory, for `to(device, non_blocking=True)`.
+
+        Tensors that are on a GPU already stay there: counts that were summed over data ranks.
+        """
+        return self._map(lambda value: value if value.is_cuda else value.pin_memory())
 
     def replace(self, **changes: Any) -> BatchKwargs:
         """The same batch with some fields changed, such as `old_logprobs` from another pass."""

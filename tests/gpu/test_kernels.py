@@ -30,6 +30,8 @@ from tests.kernels.cases import (
 pytestmark = pytest.mark.gpu
 
 DEPTH = 200
+# Half the distance of two bf16 numbers: a tile of few rows can be one element and its rounding.
+ROUNDING = 2**-8
 CASES = [
     replace(case, num_rows=rows, num_columns=case.num_columns * 37)
     for case in TILE_CASES
@@ -93,7 +95,7 @@ def test_row_kernels(case: TileCase) -> None:
             gradients.logprobs, gradients.logsumexp, gradients.entropy, out_dtype=dtype,
             **case.arguments(tile),
         )  # fmt: skip
-        assert relative_error(result, expected) < 3e-3 + tolerance(case)
+        assert relative_error(result, expected) < ROUNDING + tolerance(case)
         assert (result[:, case.num_columns :] == 0).all()
 
 
@@ -120,7 +122,7 @@ def test_products_with_epilogues(case: TileCase, dtype: torch.dtype) -> None:
             gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
         )  # fmt: skip
         expected = true_gradient(products, labels, statistics, gradients, case, tile)
-        assert relative_error(output, expected) < 3e-3 + tolerance(case)
+        assert relative_error(output, expected) < ROUNDING + tolerance(case)
         assert (output[:, case.num_columns :] == 0).all()
         if dtype == torch.bfloat16 and not (entropy and case.softcap is not None):
             result = exponentials(
