@@ -17,20 +17,14 @@ class HiddenGradient:
 
     Rows of partial sums over the vocabulary are all-reduced over `tp`, as compact and unrounded
     rows: fewer bytes than [T, D], and one rounding in all. Where the hidden states are sharded over
-    `sp` as well, all [T, D] of them are reduced and scattered after the last. Both run beside what
+    `sp` as well, all [T, D] of them are reduced and scattered at the end. Both run beside what
     comes after `write`, the product for the weight's gradient.
-
-    Args:
-        problem: whose layout and number of tokens.
-        hidden_states: of their width, dtype and device.
-        num_rows: how many rows will be written in all.
     """
 
-    def __init__(self, problem: HeadProblem, hidden_states: Tensor, num_rows: int) -> None:
+    def __init__(self, problem: HeadProblem, hidden_states: Tensor) -> None:
         self._groups = problem.groups
         self._dtype = hidden_states.dtype
-        self._num_missing = num_rows
-        self._splits_tokens = problem.splits_tokens
+        self._splits_tokens = problem.groups.tp is not None and problem.groups.sp is not None
         self._total = torch.zeros(
             problem.num_tokens,
             hidden_states.shape[1],
@@ -47,11 +41,8 @@ class HiddenGradient:
         factors: Tensor | None = None,  # [R] in compute_dtype
     ) -> None:
         """Sets the rows to factors[:, None] * values; destroys `values`."""
-        self._num_missing -= rows.shape[0]
         if self._groups.tp is None or self._splits_tokens:
             self._scatter(rows, values, factors)
-            if self._num_missing == 0:
-                self._start_reduce_scatter()
             return
         self._receive()
         if factors is not None:
@@ -60,20 +51,21 @@ class HiddenGradient:
         assert work is not None
         self._sending = (work, rows, values)
 
+    def end(self) -> None:
+        """Says that all rows are written, so that they can be sent while other work goes on."""
+        if self._splits_tokens and self._part is None:
+            assert self._groups.sp is not None
+            self._part = start_reduce_scatter(self._total, self._groups.sp)
+
     def finish(self) -> Tensor:
         """The gradient of this rank's hidden states."""
-        self._start_reduce_scatter()
+        self.end()
         if self._part is not None:
             work, part = self._part
             work.wait()
             return part.to(self._dtype)
         self._receive()
         return self._total
-
-    def _start_reduce_scatter(self) -> None:
-        if self._splits_tokens and self._part is None:
-            assert self._groups.sp is not None
-            self._part = start_reduce_scatter(self._total, self._groups.sp)
 
     def _receive(self) -> None:
         """Puts the rows that were sent last in their place."""

@@ -169,9 +169,8 @@ class _LinearLogprobs(torch.autograd.Function):
         problem: HeadProblem,
         gradient_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        hidden = problem.gather_hidden(hidden_states)[problem.rows]
         statistics = forward_statistics(
-            hidden,
+            problem.gather_hidden(hidden_states)[problem.rows],
             weight,
             bias,
             problem.labels[problem.rows],
@@ -184,28 +183,22 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.problem = problem
         ctx.gradient_rows = problem.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
-        # Gathered rows are kept: the backward follows soon, and a second all-gather would have
-        # nothing to run beside.
-        kept = hidden if problem.splits_tokens else hidden_states
-        ctx.save_for_backward(kept, weight, bias, statistics.logsumexp, statistics.entropy)
+        ctx.save_for_backward(hidden_states, weight, bias, statistics.logsumexp, statistics.entropy)
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
     @first_order
     @exactly
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept, weight, bias, logsumexp, entropy = ctx.saved_tensors
+        hidden_states, weight, bias, logsumexp, entropy = ctx.saved_tensors
         problem: HeadProblem = ctx.problem
         rows = problem.active_rows(ctx.gradient_rows, *grads)
         grad_logprobs, grad_entropy, grad_logsumexp = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
         lse = logsumexp[rows]
-        grad_hidden: HiddenGradient | None = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = HiddenGradient(problem, kept, rows.shape[0])
-        grad_weight, grad_bias = recompute_backward(
-            kept[problem.positions(rows) if problem.splits_tokens else rows],
+        grad_compact, grad_weight, grad_bias = recompute_backward(
+            problem.gather_hidden(hidden_states)[rows],
             weight,
             bias,
             problem.labels[rows],
@@ -214,12 +207,15 @@ class _LinearLogprobs(torch.autograd.Function):
             RowGradients(grad_logprobs, grad_entropy, grad_logsumexp).rows(rows),
             problem.transform.rows(rows),
             problem,
-            rows,
-            grad_hidden,
-            (ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
+            (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
         )
+        grad_hidden: Tensor | None = None
+        if grad_compact is not None:
+            total = HiddenGradient(problem, hidden_states)
+            total.write(rows, grad_compact)
+            grad_hidden = total.finish()
         return (
-            None if grad_hidden is None else grad_hidden.finish(),
+            grad_hidden,
             problem.finish_weight_gradient(grad_weight, weight.dtype),
             problem.finish_weight_gradient(grad_bias, weight.dtype),
             None,
@@ -236,38 +232,32 @@ def recompute_backward(
     gradients: RowGradients,  # of [R]
     transform: LogitTransform,
     problem: HeadProblem,
-    rows: Tensor,  # [R] tokens of the compact rows
-    grad_hidden: HiddenGradient | None,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Writes the gradient of hidden; returns those of weight and bias (in their dtypes).
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden (compute dtype, compact), weight and bias (their dtypes).
 
     Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in fp32
     (inside one matrix product when there is one chunk) and rounded once; that of hidden is summed
-    over slabs, and a chunk of it is written, and sent, before the weight's product of the last.
+    over slabs.
     """
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     itemsize = gradient_itemsize(hidden, weight)
     bounds = (problem.chunk_size, problem.max_logits_bytes)
     tiling = recompute_tiling(num_rows, weight.shape[0], itemsize, *bounds)
-    total = None if grad_hidden is None else torch.zeros_like(hidden, dtype=dtype)
+    grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
     grad_weight: Tensor | None = None
-    if needs[0]:
+    if needs[1]:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    grad_bias = torch.empty_like(bias) if needs[1] and bias is not None else None
-    chunks = [slice(start, stop) for start, stop in spans(num_rows, tiling.num_rows)]
-
-    def write(chunk: slice) -> None:
-        if grad_hidden is not None and total is not None:
-            grad_hidden.write(rows[chunk], total[chunk])
-
+    grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
+    row_spans = spans(num_rows, tiling.num_rows)
     for first, last in spans(weight.shape[0], tiling.num_columns):
         slab = weight[first:last]
         slab_grad: Tensor | None = None
-        if grad_weight is not None and len(chunks) != 1:
+        if needs[1] and len(row_spans) != 1:
             slab_grad = torch.zeros_like(slab, dtype=dtype)
         slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=weight.device)
-        for chunk in chunks:
+        for start, stop in row_spans:
+            chunk = slice(start, stop)
             grad_logits = tile_gradient(
                 hidden[chunk],
                 slab,
@@ -277,14 +267,13 @@ def recompute_backward(
                 transform.rows(chunk),
                 problem.tile(bias, first, last),
             )
-            if total is not None:
-                add_matmul_(total[chunk], grad_logits, slab)
-            if last == weight.shape[0]:
-                write(chunk)
+            if grad_hidden is not None:
+                add_matmul_(grad_hidden[chunk], grad_logits, slab)
             if slab_grad is not None:
                 add_matmul_(slab_grad, grad_logits.t(), hidden[chunk])
             elif grad_weight is not None:
-                matmul_rounded(grad_logits.t(), hidden, out=grad_weight[first:last])
+                out = grad_weight[first:last]
+                matmul_rounded(grad_logits.t(), hidden, out=out)
             if grad_bias is not None:
                 slab_bias_grad += ScaledRows(grad_logits, None).column_sums()
             del grad_logits  # before the next tile is allocated
@@ -292,7 +281,4 @@ def recompute_backward(
             grad_weight[first:last] = slab_grad
         if grad_bias is not None:
             grad_bias[first:last] = slab_bias_grad
-    if weight.shape[0] == 0:  # a rank without vocabulary, whose part of the sum is 0
-        for chunk in chunks:
-            write(chunk)
-    return grad_weight, grad_bias
+    return grad_hidden, grad_weight, grad_bias

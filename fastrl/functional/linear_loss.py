@@ -128,9 +128,7 @@ class _SinglePass:
         self.dtype = compute_dtype(weight.dtype)
         self.loss = torch.zeros((), dtype=self.dtype, device=weight.device)
         self.parts: list[TokenStatistics] = []
-        self.grad_hidden: HiddenGradient | None = None
-        if needs[0]:
-            self.grad_hidden = HiddenGradient(problem, hidden_states, gradient_rows.shape[0])
+        self.grad_hidden = HiddenGradient(problem, hidden_states) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
             # One chunk is one product, which sums in fp32 inside; several are added up in fp32.
@@ -174,6 +172,8 @@ class _SinglePass:
         grad_logits = logits.gradient(statistics, gradients)
         if self.grad_hidden is not None:
             self.grad_hidden.write(rows, grad_logits.times(self.weight), grad_logits.factors)
+            if stop == self.rows.shape[0]:
+                self.grad_hidden.end()
         if self.grad_weight is not None and start == 0:
             grad_logits.transposed_times(hidden, out=self.grad_weight)
         elif self.grad_weight is not None:

@@ -176,12 +176,10 @@ class _LinearRows(torch.autograd.Function):
         hidden = problem.gather_hidden(hidden_states)
         dtype = compute_dtype(weight.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = HiddenGradient(problem, hidden_states) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         gradient_rows = problem.active_rows(ctx.gradient_rows, *grads[0])
-        grad_hidden: HiddenGradient | None = None
-        if needs_hidden:
-            grad_hidden = HiddenGradient(problem, hidden_states, gradient_rows.shape[0])
         for chunk in _chunks(problem, gradient_rows, weight):
             rows = gradient_rows[chunk]
             with torch.enable_grad():

@@ -46,7 +46,7 @@ class HeadProblem:
         return self.labels.shape[0]
 
     @property
-    def splits_tokens(self) -> bool:
+    def _splits_tokens(self) -> bool:
         """Whether hidden states are a slice of tokens whose logits need every tp rank."""
         return self.groups.tp is not None and self.groups.sp is not None
 
@@ -61,16 +61,10 @@ class HeadProblem:
 
     def gather_hidden(self, hidden_states: Tensor) -> Tensor:
         """[T, D]: all tokens' hidden states, gathered over `sp` where they are sharded."""
-        if not self.splits_tokens:
+        if not self._splits_tokens:
             return hidden_states
         assert self.groups.sp is not None
         return gather_first_dim(hidden_states, self.groups.sp)
-
-    def positions(self, rows: Tensor) -> Tensor:  # [G] -> [G]
-        """Where tokens out of `rows` stand among them."""
-        position = torch.empty_like(self.labels)
-        numbers = torch.arange(self.rows.shape[0], device=self.rows.device)
-        return position.index_copy_(0, self.rows, numbers)[rows]
 
     def merge_over_vocabulary(self, statistics: Tensor) -> Tensor:  # [4, R]
         """Running statistics of the whole vocabulary: one all-gather over `tp`."""

@@ -30,8 +30,8 @@ def keeps_no_logits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def gradient_itemsize(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes an element of the tiles of `recompute`'s backward; the same on all `tp` ranks."""
-    if has_fused_layout(hidden, weight):
+    """Bytes an element of the tiles of `recompute`'s backward."""
+    if can_run_fused(hidden, weight):
         return hidden.dtype.itemsize
     return compute_dtype(hidden.dtype).itemsize
 

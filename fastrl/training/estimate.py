@@ -274,7 +274,7 @@ def _head_collectives(
     yield Collective("tensor", "all_gather", "head: row statistics", size, statistics, 1)
     if parallel.sequence_parallel:
         gathered = states * shapes.compute
-        yield Collective("tensor", "all_gather", "head: hidden states", size, gathered, 1)
+        yield Collective("tensor", "all_gather", "head: hidden states", size, gathered, 2)
         yield Collective("tensor", "reduce_scatter", "head: dh", size, states * wide, 1)
     else:
         yield Collective("tensor", "all_reduce", "head: dh", size, states * wide, 1)

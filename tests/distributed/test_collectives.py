@@ -65,6 +65,7 @@ def test_collectives_of_a_step_are_those_of_the_design(ranks: RankPool) -> None:
     assert [call.name for call in over_tensor] == [
         "all_gather",  # hidden states
         "all_gather",  # statistics of all rows
+        "all_gather",  # hidden states again: the backward keeps this rank's slice only
         "reduce_scatter",  # their gradient
     ]
     documents = 2 * (len(case.documents) + 1)

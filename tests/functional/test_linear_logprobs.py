@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from fastrl import linear_logprobs
 from fastrl.functional import linear_logprobs as linear_module
-from fastrl.functional.hidden_gradient import HiddenGradient
 from tests.functional.cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
@@ -179,39 +177,6 @@ def test_rows_whose_gradient_is_zero_are_dropped_where_asked_for(
     assert counts == [12, 10]
     for every, dropped in zip(*results, strict=True):
         torch.testing.assert_close(every, dropped, atol=1e-13, rtol=1e-13)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_hidden_gradients_are_sent_before_the_last_product_for_the_weight(
-    monkeypatch: pytest.MonkeyPatch, chunk_size: int | None
-) -> None:
-    """A collective that starts with it then has the product to run beside."""
-    tensors = HeadCase("plain").tensors()
-    events: list[str] = []
-
-    def recorded(event: str, function: Callable[..., None]) -> Callable[..., None]:
-        def record(*arguments: object, **options: object) -> None:
-            events.append(event)
-            function(*arguments, **options)
-
-        return record
-
-    for holder, name, event in (
-        (HiddenGradient, "write", "written"),
-        (linear_module, "add_matmul_", "sum"),
-        (linear_module, "matmul_rounded", "weight"),
-    ):
-        monkeypatch.setattr(holder, name, recorded(event, getattr(holder, name)))
-    statistics = linear_logprobs(
-        tensors.hidden_states, tensors.weight, tensors.labels, chunk_size=chunk_size,
-        max_logits_bytes=12 * 8 * 3,
-    )  # fmt: skip
-    statistics.logprobs.sum().backward()
-    assert events.count("sum") > events.count("written")
-    if chunk_size is None:
-        assert events[-3:] == ["sum", "written", "weight"]
-    else:  # each chunk: its hidden states, then the weight, summed over chunks
-        assert events[-6:] == ["sum", "written", "sum"] * 2
 
 
 def test_autocast_does_not_round_the_logits() -> None:
