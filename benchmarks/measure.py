@@ -127,14 +127,26 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "gpu": gpu,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        # A copy of the working tree without its history says it in the environment.
-        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("FASTRL_COMMIT", "unknown"),
-        "dirty": bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
-        or os.environ.get("FASTRL_DIRTY") == "1",
+        **_commit(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """What was measured; a copy of the working tree with another history says it itself."""
+    if "FASTRL_COMMIT" in os.environ:
+        return {
+            "commit": os.environ["FASTRL_COMMIT"],
+            "dirty": os.environ.get("FASTRL_DIRTY") == "1",
+        }
+    return {
+        "commit": _output("git", "rev-parse", "HEAD") or "unknown",
+        "dirty": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
 
 

@@ -1,10 +1,12 @@
 """Writes the tables of measurements between markers, from benchmarks/results.
 
-    python -m benchmarks.table README.md docs/performance.md
+    python -m benchmarks.table README.md docs/performance.md docs/sharding.md
 
-A file says where with `<!-- benchmark NAME -->` and `<!-- end -->`, where NAME is a file of
-benchmarks/results without its ending. With `--check` nothing is written, and a table that does not
-say what the files say is an error.
+A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a file of
+benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
+one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
+`benchmarks.scaling`. With `--check` nothing is written, and a table that does not say what the
+files say is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-MARKED = re.compile(r"(<!-- benchmark ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (benchmark|lengths|scaling) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def main() -> None:
@@ -36,14 +40,24 @@ def main() -> None:
 
 def with_tables(text: str) -> str:
     """The text with every marked table made anew."""
-    return MARKED.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+    tables = {"benchmark": benchmark_table, "lengths": lengths_table, "scaling": scaling_table}
+    return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
 
-def table(name: str) -> str:
-    """The table of a file of results."""
-    path = RESULTS / f"{name}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    parts = [describe(rows[0], path.name)]
+def read(name: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def benchmark_table(name: str) -> str:
+    """Implementations on one shape, with and without gradient."""
+    rows: list[dict[str, Any]] = read(name)
+    first = rows[0]
+    shape = (
+        f"{first['shape_name']}: {sizes(first)}; {first['rows_labelled']} rows labelled,"
+        f" {first['rows_active']} with gradient."
+    )
+    parts = [f"{shape} {provenance(first, name)}\n"]
     for passes, title in (
         ("fwdbwd", "Loss, forward and backward"),
         ("fwd", "Log-probabilities and entropy, no gradient"),
@@ -54,17 +68,76 @@ def table(name: str) -> str:
     return "\n".join(parts)
 
 
-def describe(row: dict[str, Any], file: str) -> str:
-    """One sentence: what was measured on what."""
+def lengths_table(name: str) -> str:
+    """fastrl's loss, forward and backward, over the number of tokens: time of a row, and memory."""
+    rows = [row for row in read(name) if row["passes"] == "fwdbwd"]
+    shortest: dict[tuple[str, str], float] = {}
+    header = ["implementation", "T", "rows with gradient", "ms", "us a row", "of the shortest"]
+    lines = [[*header, "x floor", "peak GiB", "without dh"]]
+    for row in sorted(rows, key=lambda row: (row["implementation"], row["strategy"], row["shape"])):
+        tokens, hidden, _ = row["shape"]
+        a_row = 1e3 * row["time_ms"] / row["rows_active"]
+        key = (row["implementation"], row["strategy"])
+        floor = "floor_recompute_active_ms" if row["strategy"] == "recompute" else "floor_active_ms"
+        peak = row["peak_bytes_over_inputs"]
+        lines.append(
+            [
+                f"{row['implementation']} ({row['strategy']})",
+                f"{tokens // 1024}k",
+                f"{row['rows_active']}",
+                f"{row['time_ms']:.1f}",
+                f"{a_row:.2f}",
+                f"{a_row / shortest.setdefault(key, a_row):.3f}",
+                f"{row['time_ms'] / row[floor]:.2f}",
+                f"{peak / 2**30:.2f}",
+                f"{(peak - 2 * tokens * hidden) / 2**30:.2f}",
+            ]
+        )
+    return f"{provenance(rows[0], name)}\n\n{markdown(lines)}"
+
+
+def scaling_table(name: str) -> str:
+    """The head over the GPUs of a host."""
+    results = read(name)
+    lines = [["layout", "loss", "ran", "ms", "speed-up", "NCCL ms", "alone ms", "peak GiB"]]
+    for row in results["rows"]:
+        speedup = row.get("speedup")
+        lines.append(
+            [
+                row["layout"],
+                row.get("loss", ""),
+                row.get("ran", ""),
+                f"{row['time_ms']:.1f}",
+                "" if speedup is None else f"{speedup:.2f}",
+                f"{row['nccl_ms']:.1f} ({row['nccl_share']:.0%})",
+                f"{row['exposed_ms']:.1f} ({row['exposed_share']:.0%})",
+                f"{row['peak_gib']:.2f}",
+            ]
+        )
+    origin = provenance(results, name)
+    return f"{results['ranks']} GPUs, {results['shape']}. {origin}\n\n{markdown(lines)}"
+
+
+def sizes(row: dict[str, Any]) -> str:
+    """Of a problem."""
     tokens, hidden, vocabulary = row["shape"]
     softcap = f", softcap {row['softcap']:g}" if row["softcap"] else ""
+    return f"T={tokens} D={hidden} V={vocabulary}{softcap}, {row['dtype']}"
+
+
+def provenance(row: dict[str, Any], name: str) -> str:
+    """Where the numbers are from."""
     return (
-        f"{row['shape_name']}: T={tokens} D={hidden} V={vocabulary}{softcap}, {row['dtype']};"
-        f" {row['rows_labelled']} rows labelled, {row['rows_active']} with gradient."
-        f" {row['gpu']}, torch {row['torch']}, Triton {row['triton']}, commit"
+        f"{row['gpu']}, torch {row['torch']}, Triton {row['triton']}, commit"
         f" {row['commit'][:7]}{' and changes' if row['dirty'] else ''}"
-        f" (`benchmarks/results/{file}`).\n"
+        f" (`benchmarks/results/{name}.json`)."
     )
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table, its header first."""
+    header, *body = lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *body])
 
 
 def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
@@ -77,21 +150,28 @@ def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
         errors = [("error_logprobs", "mean error of log-prob")]
     header = ["implementation", "ms", f"x floor ({base_name}, {base:.1f} ms)", "peak GiB"]
     header += [title for _, title in errors]
-    lines = [header, ["---"] * len(header)]
+    lines = [header]
     timed = sorted((row for row in rows if "time_ms" in row), key=lambda row: row["time_ms"])
     for row in timed:
         peak = row["peak_bytes_over_inputs"]
         cells = [
             f"{row['implementation']} ({row['strategy']})",
             f"{row['time_ms']:.1f}",
-            f"{row['time_ms'] / base:.2f}",
+            over_floor(row, base),
             "" if peak is None else f"{peak / 2**30:.2f}",
         ]
         lines.append([*cells, *(number(row.get(key)) for key, _ in errors)])
     missing = [row for row in rows if "time_ms" not in row]
-    body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     reasons = "".join(f"\n- {row['implementation']}: {row.get('reason')}" for row in missing)
-    return body + (f"\nNot run:\n{reasons}\n" if missing else "")
+    return markdown(lines) + (f"\nNot run:\n{reasons}\n" if missing else "")
+
+
+def over_floor(row: dict[str, Any], base: float) -> str:
+    """Time over that of the products; where the head makes four, over these as well."""
+    ratio = f"{row['time_ms'] / base:.2f}"
+    if row["strategy"] == "recompute" and row["implementation"].startswith("fastrl"):
+        ratio += f" ({row['time_ms'] / row['floor_recompute_active_ms']:.2f} of 4 products)"
+    return ratio
 
 
 def number(value: float | None) -> str:
