@@ -189,11 +189,12 @@ def gated_step(
 
 
 def check_logprobs(problem: Problem, logprobs: Tensor, row: dict[str, Any]) -> None:
-    """Mean absolute error against float64, on some labelled rows."""
+    """Mean absolute and mean error against float64, on some labelled rows."""
     sample = problem.labelled[:: max(len(problem.labelled) // 256, 1)]
-    truth = reference_logprobs(problem, torch.float64, sample)
-    error = float((logprobs[sample].double() - truth).abs().mean())
+    errors = logprobs[sample].double() - reference_logprobs(problem, torch.float64, sample)
+    error = float(errors.abs().mean())
     row["error_logprobs"] = error
+    row["bias_logprobs"] = float(errors.mean())
     if not error < 0.1:
         raise NotRun(f"gate: log-probability error {error:.2g}")
 

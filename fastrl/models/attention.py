@@ -114,7 +114,7 @@ def _document_groups(
     device = document_index.device
     index = document_index.cpu()
     # A number of its own for each padding row makes it a document of one token.
-    index = torch.where(index < 0, -1 - torch.arange(len(index)), index)
+    index = torch.where(index < 0, -1 - torch.arange(len(index), device="cpu"), index)
     values, lengths = torch.unique_consecutive(index, return_counts=True)
     if len(torch.unique(values)) != len(values):
         raise ValueError(
@@ -130,7 +130,7 @@ def _document_groups(
     for number in group.unique().tolist():
         chosen = group == number
         start, length = starts[chosen, None], lengths[chosen, None]
-        offset = torch.arange(int(length.max()))
+        offset = torch.arange(int(length.max()), device="cpu")
         members = start + offset.minimum(length - 1)
         is_real = offset < length
         slots[members[is_real]] = num_slots + is_real.flatten().nonzero().squeeze(1)
