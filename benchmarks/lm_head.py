@@ -79,7 +79,8 @@ def run_shape(
     problem = make_problem(SHAPES[name], device)
     truths = {
         "grpo": make_truth(problem, problem.grpo),
-        "gspo": make_truth(problem, gspo(problem)),
+        # The floors' operands are those of GRPO.
+        "gspo": make_truth(problem, gspo(problem), most_rows=0),
     }
     chosen = [
         implementation

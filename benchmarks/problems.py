@@ -103,14 +103,13 @@ class Problem:
         assert self.batch.old_logprobs is not None
         return self.batch.old_logprobs
 
-    def grpo(self, logprobs: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
-        """The GRPO loss of log-probabilities of `rows`: the definition that all are held to."""
-        advantages = self.advantages[rows]
-        ratio = (logprobs - self.old_logprobs[rows]).exp()
+    def grpo(self, logprobs: Tensor) -> Tensor:
+        """The GRPO loss of log-probabilities [T]: the definition that all are held to."""
+        ratio = (logprobs - self.old_logprobs).exp()
         surrogate = torch.minimum(
-            ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages
+            ratio * self.advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * self.advantages
         )
-        weight = (self.labels[rows] != -100).to(surrogate.dtype)
+        weight = (self.labels != -100).to(surrogate.dtype)
         return -(surrogate * weight).sum() / len(self.labelled)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.table import markdown
 from fastrl.config import LlamaConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.training.estimate import Shapes, Weights, collectives, memory
@@ -47,14 +48,9 @@ ROWS = [
 ]
 
 
-def line(*cells: str) -> str:
-    """One line of the table."""
-    return f"| {' | '.join(cells)} |"
-
-
 def table() -> str:
     """The table in Markdown."""
-    head = (
+    head = [
         "model",
         "tokens",
         "GPUs",
@@ -69,12 +65,11 @@ def table() -> str:
         "weights GiB",
         "network s",
         "compute s",
-    )
-    lines = [line(*head), line(*["---"] * len(head))]
-    return "\n".join([*lines, *(row(*values) for values in ROWS)])
+    ]
+    return markdown([head, *(row(*values) for values in ROWS)])
 
 
-def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> str:
+def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> list[str]:
     """One model on one layout."""
     data, sequence_data, tensor, pieces = sizes
     model = MODELS[name]
@@ -99,7 +94,7 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> str:
         span = {"tensor": tensor, "sequence_data": sequence_data * tensor}
         inside = span.get(axis, parallel.num_processes) <= 8
         seconds += call.sent_bytes / (INSIDE if inside else BETWEEN)
-    return line(
+    return [
         name,
         f"{tokens // K}k",
         str(parallel.num_processes),
@@ -114,7 +109,7 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> str:
         f"{sent['weights']:.0f}",
         f"{seconds:.1f}",
         f"{compute_seconds(model, parallel, tokens):.1f}",
-    )
+    ]
 
 
 def compute_seconds(model: LlamaConfig, parallel: ParallelConfig, tokens: int) -> float:
@@ -132,4 +127,4 @@ def compute_seconds(model: LlamaConfig, parallel: ParallelConfig, tokens: int) -
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), end="")

@@ -40,7 +40,7 @@ def main() -> None:
 
 def with_tables(text: str) -> str:
     """The text with every marked table made anew."""
-    tables = {"benchmark": benchmark_table, "lengths": lengths_table, "scaling": scaling_table}
+    tables = {"benchmark": benchmark_table, "lengths": lengths_table, "scaling": speedup_table}
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
 
@@ -96,7 +96,7 @@ def lengths_table(name: str) -> str:
     return f"{provenance(rows[0], name)}\n\n{markdown(lines)}"
 
 
-def scaling_table(name: str) -> str:
+def speedup_table(name: str) -> str:
     """The head over the GPUs of a host."""
     results = read(name)
     lines = [["layout", "loss", "ran", "ms", "speed-up", "NCCL ms", "alone ms", "peak GiB"]]

@@ -24,9 +24,9 @@ _EXTREME = torch.finfo(torch.float32).max
 _WEIGHTS = ("ratio", "rollout_weight")
 
 
-def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
+def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [..., T] -> [...]
     """This part's share of the mean of `values` over the labels of the batch."""
-    total = _sum(masked(values, batch.labels != -100))
+    total = masked(_wide(values), batch.labels != -100).sum(-1)
     return total / at_least_one(batch.num_labels_in_batch)
 
 
@@ -35,9 +35,8 @@ def token_means(
     batch: BatchKwargs,
 ) -> dict[str, Tensor]:
     """`token_mean` of several columns at once, in few operations."""
-    matrix = _wide(torch.stack(list(columns.values())))
-    sums = masked(matrix, batch.labels != -100).sum(1) / at_least_one(batch.num_labels_in_batch)
-    return dict(zip(columns, sums.unbind(), strict=True))
+    means = token_mean(torch.stack(list(columns.values())), batch)
+    return dict(zip(columns, means.unbind(), strict=True))
 
 
 def document_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
