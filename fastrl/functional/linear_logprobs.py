@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.functional.autograd import exactly, first_order
-from fastrl.functional.hidden_gradient import HiddenGradient
-from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul_rounded
-from fastrl.functional.problem import HeadProblem, check_inputs, scatter_rows
-from fastrl.functional.products import (
+from fastrl.functional.head.autograd import exactly, first_order
+from fastrl.functional.head.call import HeadProblem, check_inputs, scatter_rows
+from fastrl.functional.head.hidden_gradient import HiddenGradient
+from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul_rounded
+from fastrl.functional.head.tile_ops import (
     ScaledRows,
     gradient_itemsize,
     keeps_no_logits,
     tile_gradient,
     tile_statistics,
 )
-from fastrl.functional.row_ops import LogitTransform, RowGradients
+from fastrl.functional.head.tiling import Tiling, recompute_tiling, spans
+from fastrl.functional.head.torch_rows import LogitTransform, RowGradients
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,
     new_running_statistics,
 )
-from fastrl.functional.tiling import Tiling, recompute_tiling, spans
 from fastrl.parallel import ParallelGroups
 
 DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28  # 2.25 GiB

@@ -14,14 +14,14 @@ from torch.utils._pytree import register_dataclass
 
 from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.linear_divergence import Teacher, linear_divergence
-from fastrl.functional.linear_kept import KeepSet, linear_kept_logprobs
+from fastrl.functional.head.call import HeadProblem, check_inputs
+from fastrl.functional.head.distillation import Teacher, linear_divergence
+from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, linear_statistics
+from fastrl.functional.head.sampling_mask import KeepSet, linear_kept_logprobs
+from fastrl.functional.head.single_pass import linear_loss
+from fastrl.functional.head.tile_ops import chunk_itemsize
+from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
-from fastrl.functional.linear_loss import linear_loss
-from fastrl.functional.linear_statistics import STATISTIC_NAMES, linear_statistics
-from fastrl.functional.problem import HeadProblem, check_inputs
-from fastrl.functional.products import chunk_itemsize
-from fastrl.functional.row_ops import LogitTransform
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses import (
     LanguageModelLoss,

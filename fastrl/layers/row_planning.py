@@ -12,8 +12,8 @@ import torch
 
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
-from fastrl.functional.linear_statistics import STATISTIC_NAMES
-from fastrl.functional.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
+from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
+from fastrl.functional.head.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
 from fastrl.layers.losses import LanguageModelLoss
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.config.model import Llama3RopeConfig, LlamaConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.matmul import compute_dtype, matmul
+from fastrl.functional.head.matmul import compute_dtype, matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.models.attention import Attend, KVCache
 from fastrl.models.split_attention import Pieces, packed_attention

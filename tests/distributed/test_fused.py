@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import kernels
-from fastrl.functional.products import chunk_itemsize
+from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.kernels import linear
 from fastrl.parallel import ParallelGroups, group_rank, vocab_shard
 from tests.distributed.layouts import Ranks

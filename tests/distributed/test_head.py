@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
-from fastrl.functional import reference, reference_losses
-from fastrl.functional.problem import check_inputs
-from fastrl.functional.row_ops import LogitTransform
+from fastrl.functional.head.call import check_inputs
+from fastrl.functional.head.torch_rows import LogitTransform
+from fastrl.functional.reference import head as reference
+from fastrl.functional.reference import losses as reference_losses
 from fastrl.parallel import ParallelGroups
 from tests.distributed.head_cases import (
     CASES,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, LanguageModelHead, TokenBatch
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.data.slices import shard_slots
-from fastrl.functional.linear_divergence import Teacher
+from fastrl.functional.head.distillation import Teacher
 from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 from tests.distributed.layouts import Ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastrl.functional import reference
+from fastrl.functional.reference import head as reference
 from fastrl.functional.statistics import TokenStatistics
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.row_ops import RowGradients, VocabularyTile
+from fastrl.functional.head.torch_rows import RowGradients, VocabularyTile
 from fastrl.functional.statistics import LABEL
 from fastrl.kernels import can_run_fused
 from fastrl.kernels.exponentials import finish_exponentials

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.functional.row_ops import (
+from fastrl.functional.head.torch_rows import (
     LogitTransform,
     RowGradients,
     VocabularyTile,

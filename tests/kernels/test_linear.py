@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.row_ops import RowGradients
+from fastrl.functional.head.torch_rows import RowGradients
 from fastrl.functional.statistics import (
     LABEL,
     SUM_EXP,

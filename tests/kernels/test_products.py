@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastrl import kernels
+from fastrl.functional.head.call import check_inputs
+from fastrl.functional.head.single_pass import linear_loss
+from fastrl.functional.head.tile_ops import chunk_itemsize
+from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
-from fastrl.functional.linear_loss import linear_loss
-from fastrl.functional.problem import check_inputs
-from fastrl.functional.products import chunk_itemsize
-from fastrl.functional.row_ops import LogitTransform
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import linear
 from fastrl.parallel import ParallelGroups

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.row_ops import VocabularyTile
+from fastrl.functional.head.torch_rows import VocabularyTile
 from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED
 from fastrl.kernels import row_gradient as gradient_module
 from fastrl.kernels import row_statistics as statistics_module

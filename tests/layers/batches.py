@@ -14,7 +14,8 @@ from fastrl.config import (
     GSPOLossConfig,
     LossConfig,
 )
-from fastrl.functional import reference, reference_losses
+from fastrl.functional.reference import head as reference
+from fastrl.functional.reference import losses as reference_losses
 
 VOCAB_SIZE = 33
 HIDDEN_SIZE = 5

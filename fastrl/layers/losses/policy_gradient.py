@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
-from fastrl.functional.order_statistics import top_fraction
+from fastrl.functional.quantiles import top_fraction
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Level, at_least_one, masked, required
 from fastrl.layers.losses.entropy import EntropyBonus

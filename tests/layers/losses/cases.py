@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
 from fastrl.config import AnyLossConfig
-from fastrl.functional import reference_losses
+from fastrl.functional.reference import losses as reference_losses
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
 VOCAB_SIZE = 29

@@ -11,7 +11,7 @@ import torch
 
 from fastrl import LanguageModelHead
 from fastrl.config import AnyLossConfig, GRPOLossConfig
-from fastrl.functional import reference_losses
+from fastrl.functional.reference import losses as reference_losses
 from tests.layers.losses.cases import (
     CASES,
     pack,

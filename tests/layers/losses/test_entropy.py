@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastrl.config import EntropyConfig
-from fastrl.functional.order_statistics import ordered_keys, top_fraction, upper_threshold
+from fastrl.functional.quantiles import ordered_keys, top_fraction, upper_threshold
 from fastrl.layers.losses.entropy import EntropyBonus
 from tests.layers.losses.cases import pack, policy_documents
 from tests.layers.losses.test_head_losses import make_head, make_hidden

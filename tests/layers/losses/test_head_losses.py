@@ -16,8 +16,9 @@ from fastrl import (
     TokenBatch,
     TokenStatistics,
 )
-from fastrl.functional import reference, reference_losses
-from fastrl.functional.linear_divergence import Teacher
+from fastrl.functional.head.distillation import Teacher
+from fastrl.functional.reference import head as reference
+from fastrl.functional.reference import losses as reference_losses
 from tests.layers.losses.cases import (
     BY_NAME,
     CASES,

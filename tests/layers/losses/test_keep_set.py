@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs, LanguageModelHead, TokenStatistics
-from fastrl.functional import reference
-from fastrl.functional.linear_kept import KeepSet, kept_columns
+from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
+from fastrl.functional.reference import head as reference
 from tests.layers.losses.cases import (
     BY_NAME,
     VOCAB_SIZE,

@@ -430,7 +430,7 @@ def test_liger_dpo(name: str) -> None:
     ("divergence", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)]
 )
 def test_divergences_of_trl_and_liger(divergence: str, beta: float) -> None:
-    from fastrl.functional.linear_divergence import column_divergence
+    from fastrl.functional.head.distillation import column_divergence
 
     gkd = installed("trl.experimental.gkd.gkd_trainer").GKDTrainer
     liger = installed("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDFunction

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastrl.functional.autograd import exactly, first_order
-from fastrl.functional.hidden_gradient import HiddenGradient
-from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul
-from fastrl.functional.problem import HeadProblem, scatter_rows
-from fastrl.functional.row_ops import VocabularyTile, label_columns, transformed
-from fastrl.functional.tiling import even_chunk, spans
+from fastrl.functional.head.autograd import exactly, first_order
+from fastrl.functional.head.call import HeadProblem, scatter_rows
+from fastrl.functional.head.hidden_gradient import HiddenGradient
+from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul
+from fastrl.functional.head.tiling import even_chunk, spans
+from fastrl.functional.head.torch_rows import VocabularyTile, label_columns, transformed
 from fastrl.parallel import group_size
 
 # function(z [R, S], rows [R]) -> [K, R]: z are this rank's columns of the vocabulary, `rows` the

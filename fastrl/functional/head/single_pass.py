@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.functional.autograd import exactly, first_order
-from fastrl.functional.hidden_gradient import HiddenGradient
+from fastrl.functional.head.autograd import exactly, first_order
+from fastrl.functional.head.call import HeadProblem, scatter_rows
+from fastrl.functional.head.hidden_gradient import HiddenGradient
+from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.tile_ops import LogitsChunk
+from fastrl.functional.head.torch_rows import RowGradients
 from fastrl.functional.linear_logprobs import forward_statistics
-from fastrl.functional.matmul import compute_dtype
-from fastrl.functional.problem import HeadProblem, scatter_rows
-from fastrl.functional.products import LogitsChunk
-from fastrl.functional.row_ops import RowGradients
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,

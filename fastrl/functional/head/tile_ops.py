@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.functional.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
-from fastrl.functional.row_ops import (
+from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
+from fastrl.functional.head.torch_rows import (
     LogitTransform,
     RowGradients,
     VocabularyTile,

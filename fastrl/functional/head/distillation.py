@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.functional.linear_rows import (
+from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.full_rows import (
     linear_rows,
     row_logsumexp,
     to_columns,
     vocabulary_sum,
 )
-from fastrl.functional.matmul import matmul
-from fastrl.functional.problem import HeadProblem
-from fastrl.functional.row_ops import LogitTransform, transformed
+from fastrl.functional.head.matmul import matmul
+from fastrl.functional.head.torch_rows import LogitTransform, transformed
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 

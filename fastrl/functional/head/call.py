@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastrl.functional.matmul import compute_dtype
-from fastrl.functional.row_ops import LogitTransform, VocabularyTile
+from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.torch_rows import LogitTransform, VocabularyTile
 from fastrl.functional.statistics import merge_running_statistics
 from fastrl.parallel import (
     ParallelGroups,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.functional.linear_rows import (
+from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.full_rows import (
     label_logits,
     linear_rows,
     row_logsumexp,
@@ -16,9 +17,8 @@ from fastrl.functional.linear_rows import (
     to_columns,
     vocabulary_sum,
 )
-from fastrl.functional.order_statistics import ordered_keys, upper_threshold
-from fastrl.functional.problem import HeadProblem
-from fastrl.functional.row_ops import VocabularyTile, label_columns
+from fastrl.functional.head.torch_rows import VocabularyTile, label_columns
+from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.functional.reference import documents
+from fastrl.functional.reference.head import documents
 
 Options = Mapping[str, Any]
 # surrogate(ratio, advantage, logprob, old_logprob, options) of one token

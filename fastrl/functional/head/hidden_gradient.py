@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl.functional.matmul import compute_dtype
-from fastrl.functional.problem import HeadProblem
+from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.matmul import compute_dtype
 from fastrl.kernels import can_run
 from fastrl.parallel import start_reduce_scatter
 

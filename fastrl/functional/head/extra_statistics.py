@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.functional.linear_rows import (
+from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.full_rows import (
     label_logits,
     linear_rows,
     row_logsumexp,
@@ -16,7 +17,6 @@ from fastrl.functional.linear_rows import (
     to_columns,
     vocabulary_sum,
 )
-from fastrl.functional.problem import HeadProblem
 
 StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")

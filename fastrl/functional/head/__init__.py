@@ -1,0 +1,1 @@
+"""The head's op, from one call to its collectives."""
