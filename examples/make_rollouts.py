@@ -17,8 +17,8 @@ from fastrl.config import RunConfig, UserError, load_config
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.checkpoint import CHECKPOINTS_FOLDER, latest_checkpoint
-from fastrl.training.rollouts import SampledRollouts
-from fastrl.training.setup import build_parts
+from fastrl.training.context import build_parts
+from fastrl.training.rollout_sources import SampledRollouts
 
 
 def sampled(run: Path, checkpoint: Path, steps: int) -> Iterator[Document]:

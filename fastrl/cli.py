@@ -66,19 +66,19 @@ def _train(arguments: argparse.Namespace) -> int:
     # Before torch is imported, so that a mistake in the config is told at once.
     config = load_config(RunConfig, arguments.config, arguments.overrides)
 
-    from fastrl.training.commands import train
+    from fastrl.training.run import train
 
     return train(config, arguments.run_dir, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from fastrl.training.commands import evaluate
+    from fastrl.training.inspect import evaluate
 
     return evaluate(arguments.run, arguments.overrides)
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    from fastrl.training.commands import sample
+    from fastrl.training.inspect import sample
 
     return sample(
         arguments.run,

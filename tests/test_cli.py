@@ -10,7 +10,7 @@ import pytest
 from fastrl.cli import main
 from fastrl.config import RunConfig, parse_config
 from fastrl.config.yaml_text import parse_yaml
-from fastrl.training import commands
+from fastrl.training import run
 
 RUN = """
 environment: {type: reasoning_gym, task: chain_sum}
@@ -98,7 +98,7 @@ def test_overrides_stand_before_and_after_options(
         called.append((config, run_dir, resume))
         return 0
 
-    monkeypatch.setattr(commands, "train", train)
+    monkeypatch.setattr(run, "train", train)
 
     arguments = ["seed=1", "--run-dir", "runs/x", "phases.0.steps=2", "phases.0.epochs=3"]
     assert main(["train", str(run_file), *arguments]) == 0

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.data.documents import IGNORE_LABEL, Document, shift_documents
-from fastrl.data.groups import (
+from fastrl.data.kept import shifted_kept_tokens
+from fastrl.data.prompt_groups import (
     GroupId,
     count_group_labels,
     document_group_labels,
     group_numbers,
 )
-from fastrl.data.kept import shifted_kept_tokens
 from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.parallel import ParallelGroups, group_rank, group_size

@@ -23,18 +23,18 @@ from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses import (
-    LanguageModelLoss,
-    LanguageModelPolicyGradientLoss,
-    build_loss,
-)
-from fastrl.layers.row_planning import (
+from fastrl.layers.head_plan import (
     gradient_rows,
     labelled_rows,
     sequence_slice,
     single_pass_chunks,
     splits_tokens,
     weight_rows,
+)
+from fastrl.layers.losses import (
+    LanguageModelLoss,
+    LanguageModelPolicyGradientLoss,
+    build_loss,
 )
 from fastrl.parallel import (
     ParallelGroups,

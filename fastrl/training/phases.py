@@ -14,6 +14,7 @@ from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
+from fastrl.data.partition import packs_of_rank
 from fastrl.layers.losses import (
     LanguageModelPolicyGradientLoss,
     add_metrics,
@@ -24,12 +25,11 @@ from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import reduce_gradients
 from fastrl.parallel import group_rank, group_size
 from fastrl.training.checkpoint import TrainerState
-from fastrl.training.dealing import packs_of_rank
+from fastrl.training.context import Parts
 from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
 from fastrl.training.order import seeded
 from fastrl.training.processes import fill, frozen_copy, whole_state
-from fastrl.training.rollouts import Sample, SampledRollouts, required_logprobs, split_groups
-from fastrl.training.setup import Parts
+from fastrl.training.rollout_sources import Sample, SampledRollouts, required_logprobs, split_groups
 from fastrl.training.sources import build_source, phase_seed
 
 

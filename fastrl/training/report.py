@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastrl.training.metrics import read_metrics
+from fastrl.training.log_files import read_metrics
 
 REPORT_FILE = "report.png"
 

@@ -6,9 +6,9 @@ from fastrl.config.base import UserError
 from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.documents import Document
+from fastrl.training.context import Parts
 from fastrl.training.order import ShuffledItems
-from fastrl.training.rollouts import FileRollouts, Rollouts, RolloutSource, SampledRollouts
-from fastrl.training.setup import Parts
+from fastrl.training.rollout_sources import FileRollouts, Rollouts, RolloutSource, SampledRollouts
 
 
 class SupervisedDocuments:

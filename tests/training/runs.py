@@ -10,7 +10,7 @@ import torch
 from fastrl.config import RunConfig, parse_config
 from fastrl.config.yaml_text import dump_yaml, parse_yaml
 from fastrl.training.checkpoint import latest_checkpoint
-from fastrl.training.setup import Parts, build_parts
+from fastrl.training.context import Parts, build_parts
 
 TINY = """
 seed: 3

@@ -10,7 +10,7 @@ from fastrl.config import UserError, parse_config
 from fastrl.config.environment import ReasoningGymConfig
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import Phase
-from fastrl.training.rollouts import SampledRollouts
+from fastrl.training.rollout_sources import SampledRollouts
 from fastrl.training.sources import SupervisedDocuments
 from tests.training.runs import tiny_parts
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
-from fastrl.training.metrics import read_metrics
+from fastrl.training.log_files import read_metrics
 from fastrl.training.phases import Phase, StepResult
 from tests.training.conftest import FinishedRun
 from tests.training.runs import final_weights, write_tiny

@@ -12,7 +12,7 @@ import torch
 from fastrl.cli import main
 from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
-from fastrl.training.metrics import read_metrics
+from fastrl.training.log_files import read_metrics
 from fastrl.training.phases import Phase
 from tests.training.conftest import FinishedRun
 from tests.training.runs import final_weights, tiny_parts

@@ -13,7 +13,7 @@ from fastrl.config import UserError
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.phases import Phase
-from fastrl.training.rollouts import Rollouts, split_groups
+from fastrl.training.rollout_sources import Rollouts, split_groups
 from tests.training.runs import tiny_parts
 
 

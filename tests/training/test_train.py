@@ -11,7 +11,7 @@ import torch
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
 from fastrl.models.checkpoint import load_llama
-from fastrl.training.metrics import read_metrics
+from fastrl.training.log_files import read_metrics
 from tests.training.conftest import FinishedRun
 from tests.training.runs import final_weights, tiny, write_tiny
 

@@ -16,8 +16,8 @@ from fastrl.layers.losses.distillation import DistillationLoss
 from fastrl.layers.losses.dpo import DPOLoss
 from fastrl.layers.losses.dppo import DPPOLoss
 from fastrl.layers.losses.gmpo import GMPOLoss
-from fastrl.layers.losses.metrics import add_metrics, finish_metrics, reduce_metrics
 from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
+from fastrl.layers.losses.reduction import add_metrics, finish_metrics, reduce_metrics
 from fastrl.layers.losses.reinforce import ReinforceLoss
 from fastrl.layers.losses.sapo import SAPOLoss
 from fastrl.layers.losses.vespo import VESPOLoss

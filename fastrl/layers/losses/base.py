@@ -60,7 +60,7 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        """Detached metrics of the tokens, in the form that `fastrl.layers.losses.metrics` adds."""
+        """Detached metrics of the tokens, in the form that `reduction.py` adds."""
 
     def with_metrics(
         self, statistics: TokenStatistics, batch: BatchKwargs

@@ -9,7 +9,7 @@ from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, masked
-from fastrl.layers.losses.metrics import token_mean
+from fastrl.layers.losses.reduction import token_mean
 
 
 class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):

@@ -11,7 +11,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Level, masked, required
-from fastrl.layers.losses.metrics import token_mean
+from fastrl.layers.losses.reduction import token_mean
 
 # Of the sum of 1 / n over a document's n labels, which is 1.
 _ROUNDING = 1e-5

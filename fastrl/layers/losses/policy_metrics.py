@@ -9,9 +9,9 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.kl import kl_estimate
-from fastrl.layers.losses.metrics import document_mean, moments, token_means
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
+from fastrl.layers.losses.reduction import document_mean, moments, token_means
 
 
 def policy_metrics(

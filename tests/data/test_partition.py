@@ -7,7 +7,7 @@ from math import isnan, nan
 import pytest
 
 from fastrl import Document, TokenBatch
-from fastrl.training.dealing import packs_of_rank
+from fastrl.data.partition import packs_of_rank
 
 
 def document(group: str, reward: float | None) -> Document:

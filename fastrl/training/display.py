@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fastrl.training.evaluate import Evaluation
-from fastrl.training.rollouts import Sample
+from fastrl.training.rollout_sources import Sample
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -168,3 +168,8 @@ def _heldout(evaluation: Evaluation) -> str:
         f"held-out reward {evaluation.reward:.3f} (solved {evaluation.solved:.3f}, "
         f"finished {evaluation.finished:.3f})"
     )
+
+
+def print_line(console: Console, text: str) -> None:
+    """Prints a line of text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

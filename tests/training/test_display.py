@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from fastrl.training.display import Display, open_display
 from fastrl.training.evaluate import Evaluation
-from fastrl.training.progress import Display, open_display
-from fastrl.training.rollouts import Sample
+from fastrl.training.rollout_sources import Sample
 
 
 def _show(display: Display) -> None:
@@ -37,7 +37,7 @@ def test_lines_where_there_is_no_terminal() -> None:
 
 def test_lines_come_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("fastrl.training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fastrl.training.display.time.monotonic", lambda: now[0])
     file = io.StringIO()
     display = open_display(Console(file=file, width=40))
     display.begin_phase("supervised", 40, 0)

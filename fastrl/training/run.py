@@ -1,23 +1,140 @@
-"""The run: phase after phase, evaluations between them, checkpoints, and where it was stopped."""
+"""A training run: phase after phase, evaluations between them, checkpoints, where it stopped."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from fastrl.config.base import UserError
+from rich.console import Console
+
+from fastrl.config import RunConfig, UserError, load_config, save_config
 from fastrl.config.phases import RLPhaseConfig
-from fastrl.config.training import RunConfig
-from fastrl.training.checkpoint import TrainerState, save_checkpoint
+from fastrl.config.training import LoggingConfig
+from fastrl.training.checkpoint import (
+    TrainerState,
+    latest_checkpoint,
+    load_trainer_state,
+    save_checkpoint,
+)
+from fastrl.training.context import Parts, build_parts
+from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest
-from fastrl.training.metrics import MetricsWriter, NoWriter
+from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, StepResult
-from fastrl.training.progress import Display
-from fastrl.training.setup import Parts
+from fastrl.training.report import write_report
+from fastrl.training.sources import build_source
+
+CONFIG_FILE = "config.yaml"
+
+
+def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
+    """Trains as a config says and returns the exit code 0.
+
+    Each of the processes of `config.parallel` calls it; the first one prints and writes.
+
+    Nothing is written before the config, the environment, the model and the data of all phases have
+    been found good.
+
+    Args:
+        config: of the run.
+        run_dir: where everything goes; new or empty, unless `resume`.
+        resume: go on from the latest checkpoint of `run_dir`.
+
+    Raises:
+        UserError: as `build_parts`, `Phase` and `Trainer.run`; a folder that is in
+            use, or not that of a run to resume.
+        KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
+    """
+    started = time.monotonic()
+    checkpoint = _checkpoint_to_resume(config, run_dir) if resume else None
+    if checkpoint is None:
+        _check_unused(run_dir)
+    _check_packages(config.logging)
+    parts = build_parts(config, checkpoint=checkpoint, spread=True)
+    is_main = parts.processes.is_main
+    state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint)
+    for later in range(state.phase + 1, len(config.phases)):
+        build_source(config, later, parts)  # so that its errors come now
+    phase = Phase(config, state.phase, parts)
+    if state.optimizer is not None:
+        phase.restore(state)
+    writer: MetricsWriter | NoWriter = NoWriter()
+    if is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, run_dir / CONFIG_FILE)
+        if checkpoint is not None:
+            drop_records_after(run_dir, state.step, None if state.phase_step else phase.name)
+        writer = MetricsWriter(
+            run_dir, tensorboard=config.logging.tensorboard, first_step=state.step
+        )
+    console = Console(quiet=not is_main)
+    display = open_display(console)
+    try:
+        trainer = Trainer(config, run_dir, parts, phase, state, writer, display, started)
+        with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
+            finished = trainer.run(stop)
+    finally:
+        display.close()
+        writer.close()
+    parts.processes.close()
+    end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
+    if config.logging.report and is_main:
+        write_report(run_dir, title=f"{run_dir.name}: {end}")
+    if not finished:
+        print_line(console, f"{end} and saved; go on with --resume")
+        raise KeyboardInterrupt
+    print_line(console, end)
+    return 0
+
+
+def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
+    before = load_config(RunConfig, run_dir / CONFIG_FILE)
+    if before != config:
+        changed = [
+            name
+            for name in RunConfig.model_fields
+            if getattr(before, name) != getattr(config, name)
+        ]
+        raise UserError(
+            f"{run_dir}: a run goes on with the config it began with, but {', '.join(changed)} "
+            f"differ from {CONFIG_FILE} there"
+        )
+    return latest_checkpoint(run_dir)
+
+
+def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
+    """Returns the state of a checkpoint, at the beginning of the next phase if one has ended."""
+    state = load_trainer_state(checkpoint)
+    has_ended = state.phase_step == config.phases[state.phase].steps
+    if not has_ended or state.phase + 1 == len(config.phases):
+        return state
+    return replace(state, phase=state.phase + 1, phase_step=0, position=0, optimizer=None)
+
+
+def _check_unused(run_dir: Path) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"{run_dir}: must be a folder, is a file")
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        raise UserError(
+            f"{run_dir}: must be new or empty; choose another --run-dir, remove it, or go on with "
+            "the run in it with --resume"
+        )
+
+
+def _check_packages(config: LoggingConfig) -> None:
+    wanted = {"tensorboard": config.tensorboard, "matplotlib": config.report}
+    options = {"tensorboard": "logging.tensorboard", "matplotlib": "logging.report"}
+    for package, is_wanted in wanted.items():
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"`{options[package]}` needs the {package} package; install it with: "
+                f"pip install 'fastrl[examples]', or set it to false"
+            )
 
 
 class Trainer:
