@@ -3,7 +3,7 @@
     python -m benchmarks.lm_head --shape llama3-8b --passes fwd,fwdbwd --json results.json
 
 Every implementation passes a gate on its gradients before it is timed; one that does not run is
-listed with the reason. The floor is the matrix products alone on the operands of the same problem.
+listed with the reason. The floor is the matrix products alone on the operands of the same case.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases import (
+    SHAPES,
+    Case,
+    Truth,
+    make_case,
+    make_truth,
+    reference_logprobs,
+)
 from benchmarks.measure import (
     Step,
     environment,
@@ -30,14 +38,6 @@ from benchmarks.measure import (
 )
 from benchmarks.ours import OURS, gspo
 from benchmarks.peers import PEERS, Implementation, NotRun
-from benchmarks.problems import (
-    SHAPES,
-    Problem,
-    Truth,
-    make_problem,
-    make_truth,
-    reference_logprobs,
-)
 
 # bf16 logits alone cost 6e-2.
 GATE = 0.15
@@ -45,7 +45,7 @@ GATE = 0.15
 
 @dataclass
 class Entry:
-    """An implementation on a problem: the step to time, and its row of results."""
+    """An implementation on a case: the step to time, and its row of results."""
 
     step: Step
     row: dict[str, Any]
@@ -76,11 +76,11 @@ def run_shape(
     name: str, options: argparse.Namespace, device: str
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of a shape, one kind of pass after the other."""
-    problem = make_problem(SHAPES[name], device)
+    case = make_case(SHAPES[name], device)
     truths = {
-        "grpo": make_truth(problem, problem.grpo),
+        "grpo": make_truth(case, case.grpo),
         # The floors' operands are those of GRPO.
-        "gspo": make_truth(problem, gspo(problem), most_rows=0),
+        "gspo": make_truth(case, gspo(case), most_rows=0),
     }
     chosen = [
         implementation
@@ -89,12 +89,12 @@ def run_shape(
         or any(implementation.name.startswith(name) for name in options.impl.split(","))
     ]
     for passes in options.passes.split(","):
-        yield run_passes(problem, truths, chosen, passes, options)
+        yield run_passes(case, truths, chosen, passes, options)
         gc.collect()
 
 
 def run_passes(
-    problem: Problem,
+    case: Case,
     truths: dict[str, Truth],
     implementations: list[Implementation],
     passes: str,
@@ -106,10 +106,10 @@ def run_passes(
     for implementation in implementations:
         if (implementation.logprobs if passes == "fwd" else implementation.loss) is None:
             continue
-        row = new_row(problem, implementation, passes)
+        row = new_row(case, implementation, passes)
         rows.append(row)
         try:
-            step = gated_step(problem, truths, implementation, passes, row)
+            step = gated_step(case, truths, implementation, passes, row)
         except NotRun as reason:
             row["reason"] = str(reason)
             continue
@@ -121,7 +121,7 @@ def run_passes(
             continue
         entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
     steps = {name: entry.step for name, entry in entries.items()} | floors(
-        problem, truths["grpo"], passes
+        case, truths["grpo"], passes
     )
     times = time_interleaved(steps, options.repeats, options.warmup)
     for name, entry in entries.items():
@@ -132,13 +132,13 @@ def run_passes(
         row["floor_active_ms"] = medians["floor active"]
         row["floor_recompute_active_ms"] = medians.get("floor recompute active")
         row["floor_labelled_ms"] = medians.get("floor labelled")
-    show(problem, passes, rows)
+    show(case, passes, rows)
     return rows
 
 
-def new_row(problem: Problem, implementation: Implementation, passes: str) -> dict[str, Any]:
+def new_row(case: Case, implementation: Implementation, passes: str) -> dict[str, Any]:
     """What is known before anything runs."""
-    shape = problem.shape
+    shape = case.shape
     loss = "gspo" if "GSPO" in implementation.name else "grpo"
     return {
         "implementation": implementation.name,
@@ -148,15 +148,15 @@ def new_row(problem: Problem, implementation: Implementation, passes: str) -> di
         "shape": [shape.num_tokens, shape.hidden_size, shape.vocab_size],
         "dtype": str(shape.dtype).removeprefix("torch."),
         "softcap": shape.softcap,
-        "rows_labelled": len(problem.labelled),
-        "rows_active": len(problem.active),
+        "rows_labelled": len(case.labelled),
+        "rows_active": len(case.active),
         "passes": passes,
         **environment(),
     }
 
 
 def gated_step(
-    problem: Problem,
+    case: Case,
     truths: dict[str, Truth],
     implementation: Implementation,
     passes: str,
@@ -165,13 +165,13 @@ def gated_step(
     """The step to time, after its errors were found small enough."""
     if passes == "fwd":
         assert implementation.logprobs is not None
-        forward = implementation.logprobs(problem)
-        check_logprobs(problem, forward(), row)
+        forward = implementation.logprobs(case)
+        check_logprobs(case, forward(), row)
         row["peak_bytes_over_inputs"] = peak_bytes(forward)
         return forward
     assert implementation.loss is not None
-    loss = implementation.loss(problem)
-    hidden, weight = problem.hidden_states, problem.weight
+    loss = implementation.loss(case)
+    hidden, weight = case.hidden_states, case.weight
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss(hidden, weight), (hidden, weight))
@@ -189,10 +189,10 @@ def gated_step(
     return step
 
 
-def check_logprobs(problem: Problem, logprobs: Tensor, row: dict[str, Any]) -> None:
+def check_logprobs(case: Case, logprobs: Tensor, row: dict[str, Any]) -> None:
     """Mean absolute and mean error against float64, on some labelled rows."""
-    sample = problem.labelled[:: max(len(problem.labelled) // 256, 1)]
-    errors = logprobs[sample].double() - reference_logprobs(problem, torch.float64, sample)
+    sample = case.labelled[:: max(len(case.labelled) // 256, 1)]
+    errors = logprobs[sample].double() - reference_logprobs(case, torch.float64, sample)
     error = float(errors.abs().mean())
     row["error_logprobs"] = error
     row["bias_logprobs"] = float(errors.mean())
@@ -200,28 +200,28 @@ def check_logprobs(problem: Problem, logprobs: Tensor, row: dict[str, Any]) -> N
         raise NotRun(f"gate: log-probability error {error:.2g}")
 
 
-def floors(problem: Problem, truth: Truth, passes: str) -> dict[str, Step]:
+def floors(case: Case, truth: Truth, passes: str) -> dict[str, Step]:
     """The products alone, on all tokens and on those that must be touched."""
-    tokens, labelled = problem.shape.num_tokens, len(problem.labelled)
-    active = len(problem.active)
+    tokens, labelled = case.shape.num_tokens, len(case.labelled)
+    active = len(case.active)
     if passes == "fwd":
         return {
-            "floor all": floor_steps(problem, truth, tokens, "f"),
-            "floor active": floor_steps(problem, truth, active, "f"),
-            "floor labelled": floor_steps(problem, truth, labelled, "f"),
+            "floor all": floor_steps(case, truth, tokens, "f"),
+            "floor active": floor_steps(case, truth, active, "f"),
+            "floor labelled": floor_steps(case, truth, labelled, "f"),
         }
     return {
-        "floor all": floor_steps(problem, truth, tokens, "fhw"),
-        "floor active": floor_steps(problem, truth, active, "fhw"),
-        "floor recompute active": floor_steps(problem, truth, active, "ffhw"),
+        "floor all": floor_steps(case, truth, tokens, "fhw"),
+        "floor active": floor_steps(case, truth, active, "fhw"),
+        "floor recompute active": floor_steps(case, truth, active, "ffhw"),
     }
 
 
-def show(problem: Problem, passes: str, rows: list[dict[str, Any]]) -> None:
+def show(case: Case, passes: str, rows: list[dict[str, Any]]) -> None:
     """A short table."""
     first = rows[0]
     print(
-        f"\n{problem.shape.name} {passes}: floors all {first['floor_ms']:.2f}, active"
+        f"\n{case.shape.name} {passes}: floors all {first['floor_ms']:.2f}, active"
         f" {first['floor_active_ms']:.2f}, recompute {first['floor_recompute_active_ms']},"
         f" labelled {first['floor_labelled_ms']} ms; {first['gpu']}"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.problems import Problem, Truth
+from benchmarks.cases import Case, Truth
 
 Step = Callable[[], object]
 
@@ -82,19 +82,19 @@ def even_chunks(total: int, most: int) -> list[int]:
     return [total // count + (i < total % count) for i in range(count)]
 
 
-def floor_steps(problem: Problem, truth: Truth, num_rows: int, products: str) -> Step:
-    """The cuBLAS products alone on the problem's operands, in even chunks of at most 9000 rows.
+def floor_steps(case: Case, truth: Truth, num_rows: int, products: str) -> Step:
+    """The cuBLAS products alone on the case's operands, in even chunks of at most 9000 rows.
 
     Args:
-        problem: whose hidden states and weight.
+        case: whose hidden states and weight.
         truth: whose gradient of logits is the operand dz, repeated where there are more rows.
         num_rows: how many rows the products have.
         products: `f` h W^T, `h` dz W, `w` dz^T h; each letter is one product.
     """
-    weight = problem.weight.detach()
+    weight = case.weight.detach()
     sizes = even_chunks(num_rows, len(truth.grad_logits) if num_rows > 9000 else num_rows)
     most = max(sizes)
-    hidden = problem.hidden_states.detach()
+    hidden = case.hidden_states.detach()
     repeats = -(-most // len(hidden))
     hidden = hidden.repeat(repeats, 1)[:most].contiguous()
     dz = truth.grad_logits

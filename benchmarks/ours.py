@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cases import EPSILON, Case
 from benchmarks.peers import Implementation, Loss
-from benchmarks.problems import EPSILON, Problem
 from fastrl.config import GSPOLossConfig
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.statistics import TokenStatistics
@@ -25,21 +25,19 @@ GRPO = {
 GSPO = {"type": "gspo", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 
 
-def gspo(problem: Problem) -> Callable[[Tensor], Tensor]:
+def gspo(case: Case) -> Callable[[Tensor], Tensor]:
     """The GSPO loss of log-probabilities [T], which the head's gradients are held to."""
     loss = build_loss(GSPOLossConfig.model_validate(GSPO))
 
     def of_logprobs(logprobs: Tensor) -> Tensor:
-        return loss(TokenStatistics(logprobs, None, logprobs.detach()), problem.batch)
+        return loss(TokenStatistics(logprobs, None, logprobs.detach()), case.batch)
 
     return of_logprobs
 
 
-def make_head(
-    problem: Problem, strategy: str, loss: dict[str, Any], metrics: bool
-) -> LanguageModelHead:
-    """A head over the problem's weight, without a copy."""
-    shape = problem.shape
+def make_head(case: Case, strategy: str, loss: dict[str, Any], metrics: bool) -> LanguageModelHead:
+    """A head over the case's weight, without a copy."""
+    shape = case.shape
     config = LanguageModelHeadConfig.model_validate(
         {
             "hidden_size": shape.hidden_size,
@@ -51,22 +49,22 @@ def make_head(
         }
     )
     head = LanguageModelHead(config, device="meta", dtype=shape.dtype)
-    head.weight = nn.Parameter(problem.weight.detach())
+    head.weight = nn.Parameter(case.weight.detach())
     return head
 
 
 def training(
     strategy: str, config: dict[str, Any], metrics: bool = False
-) -> Callable[[Problem], Loss]:
+) -> Callable[[Case], Loss]:
     """Loss and gradients."""
 
-    def build(problem: Problem) -> Loss:
-        head = make_head(problem, strategy, config, metrics)
+    def build(case: Case) -> Loss:
+        head = make_head(case, strategy, config, metrics)
 
         def run(hidden: Tensor, weight: Tensor) -> Tensor:
             # The weight is handed in like a peer's: as it is in autograd's graph.
             head._parameters["weight"] = weight  # type: ignore[assignment]
-            loss: Tensor = head(hidden, problem.batch).loss
+            loss: Tensor = head(hidden, case.batch).loss
             return loss
 
         return run
@@ -74,14 +72,14 @@ def training(
     return build
 
 
-def evaluation(problem: Problem) -> Callable[[], Tensor]:
+def evaluation(case: Case) -> Callable[[], Tensor]:
     """Log-probabilities and entropy, as for an old or a reference policy."""
-    head = make_head(problem, "auto", GRPO, False).eval()
-    hidden = problem.hidden_states.detach()
+    head = make_head(case, "auto", GRPO, False).eval()
+    hidden = case.hidden_states.detach()
 
     @torch.no_grad()
     def run() -> Tensor:
-        logprobs: Tensor = head(hidden, problem.batch).logprobs
+        logprobs: Tensor = head(hidden, case.batch).logprobs
         return logprobs
 
     return run

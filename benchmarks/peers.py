@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.problems import Problem
+from benchmarks.cases import Case
 
 # Per-token log-probabilities [T] from hidden states and weight; 0 or anything without label.
 Logprobs = Callable[[Tensor, Tensor], Tensor]
@@ -34,44 +34,44 @@ class Implementation:
     Attributes:
         name: as in the results.
         strategy: how it goes about it, in a word.
-        loss: builds the loss of a problem, or raises `NotRun`.
+        loss: builds the loss of a case, or raises `NotRun`.
         logprobs: builds the forward without gradient, None if it has none.
         fp32_logits: whether its log-probabilities are meant to be those of fp32 logits.
     """
 
     name: str
     strategy: str
-    loss: Callable[[Problem], Loss] | None
-    logprobs: Callable[[Problem], Callable[[], Tensor]] | None = None
+    loss: Callable[[Case], Loss] | None
+    logprobs: Callable[[Case], Callable[[], Tensor]] | None = None
     fp32_logits: bool = False
 
 
-def from_logprobs(build: Callable[[Problem], Logprobs]) -> Callable[[Problem], Loss]:
+def from_logprobs(build: Callable[[Case], Logprobs]) -> Callable[[Case], Loss]:
     """The GRPO loss of a peer that gives log-probabilities."""
 
-    def build_loss(problem: Problem) -> Loss:
-        logprobs = build(problem)
-        return lambda hidden, weight: problem.grpo(logprobs(hidden, weight))
+    def build_loss(case: Case) -> Loss:
+        logprobs = build(case)
+        return lambda hidden, weight: case.grpo(logprobs(hidden, weight))
 
     return build_loss
 
 
 def without_gradient(
-    build: Callable[[Problem], Logprobs],
-) -> Callable[[Problem], Callable[[], Tensor]]:
+    build: Callable[[Case], Logprobs],
+) -> Callable[[Case], Callable[[], Tensor]]:
     """The forward of a peer that gives log-probabilities."""
 
-    def build_forward(problem: Problem) -> Callable[[], Tensor]:
-        logprobs = build(problem)
-        hidden, weight = problem.hidden_states.detach(), problem.weight.detach()
+    def build_forward(case: Case) -> Callable[[], Tensor]:
+        logprobs = build(case)
+        hidden, weight = case.hidden_states.detach(), case.weight.detach()
         return torch.no_grad()(lambda: logprobs(hidden, weight))
 
     return build_forward
 
 
-def torch_eager(problem: Problem) -> Logprobs:
+def torch_eager(case: Case) -> Logprobs:
     """bf16 logits, fp32 log_softmax."""
-    labels, softcap = problem.labels.clamp(min=0), problem.shape.softcap
+    labels, softcap = case.labels.clamp(min=0), case.shape.softcap
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = (hidden @ weight.t()).float()
@@ -82,11 +82,11 @@ def torch_eager(problem: Problem) -> Logprobs:
     return logprobs
 
 
-def torch_fp32_logits(problem: Problem) -> Logprobs:
+def torch_fp32_logits(case: Case) -> Logprobs:
     """fp32 logits straight from the product: what the accuracy of log-probabilities is held to."""
     if not torch.cuda.is_available():
         raise NotRun("needs a GPU")
-    labels, softcap = problem.labels.clamp(min=0), problem.shape.softcap
+    labels, softcap = case.labels.clamp(min=0), case.shape.softcap
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -97,34 +97,34 @@ def torch_fp32_logits(problem: Problem) -> Logprobs:
     return logprobs
 
 
-def torch_compiled(problem: Problem) -> Logprobs:
+def torch_compiled(case: Case) -> Logprobs:
     """The same, compiled."""
     if not torch.cuda.is_available():
         raise NotRun("compiled for GPUs only")
-    return torch.compile(torch_eager(problem), dynamic=False)
+    return torch.compile(torch_eager(case), dynamic=False)
 
 
-def torch_linear_cross_entropy(problem: Problem) -> Logprobs:
+def torch_linear_cross_entropy(case: Case) -> Logprobs:
     """`F.linear_cross_entropy`, in chunks."""
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise NotRun(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    if problem.shape.softcap is not None:
+    if case.shape.softcap is not None:
         raise NotRun("no softcap")
-    labels = problem.labels
+    labels = case.labels
     return lambda hidden, weight: (
         -function(hidden, weight, labels, reduction="none", ignore_index=-100)
     )
 
 
-def trl_chunked(problem: Problem) -> Logprobs:
+def trl_chunked(case: Case) -> Logprobs:
     """TRL's ChunkedLogProbFunction as its trainer calls it: labelled rows, chunks of 32768."""
     _require("trl")
     _stub("trl")
     utils = _stub("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()  # type: ignore[attr-defined]
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    mask, labels = problem.labels != -100, problem.labels
+    mask, labels = case.labels != -100, case.labels
     outputs = ("entropy",)
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def trl_chunked(problem: Problem) -> Logprobs:
             labels[mask],
             1.0,
             32768,
-            problem.shape.softcap,
+            case.shape.softcap,
             1.0,
             outputs,
         )
@@ -145,21 +145,21 @@ def trl_chunked(problem: Problem) -> Logprobs:
     return logprobs
 
 
-def liger_grpo(problem: Problem) -> Loss:
+def liger_grpo(case: Case) -> Loss:
     """Liger's chunked GRPO, one sequence a chunk."""
     _require("liger_kernel")
-    if problem.shape.softcap is not None:
+    if case.shape.softcap is not None:
         raise NotRun("no softcap")
     module = importlib.import_module("liger_kernel.chunked_loss")
     loss = module.LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, chunk_size=1, loss_type="dapo", compiled=True
     )
-    shape = problem.shape
+    shape = case.shape
     grid = (shape.num_documents, shape.document_length)
-    mask = (problem.labels != -100).view(grid)
-    labels = problem.labels.clamp(min=0).view(grid)
-    advantages = problem.advantages.view(grid).amax(1) + problem.advantages.view(grid).amin(1)
-    old = problem.old_logprobs.view(grid)
+    mask = (case.labels != -100).view(grid)
+    labels = case.labels.clamp(min=0).view(grid)
+    advantages = case.advantages.view(grid).amax(1) + case.advantages.view(grid).amin(1)
+    old = case.old_logprobs.view(grid)
 
     def run(hidden: Tensor, weight: Tensor) -> Tensor:
         hidden = hidden.view(*grid, -1)
@@ -170,15 +170,15 @@ def liger_grpo(problem: Problem) -> Loss:
     return run
 
 
-def liger_scaled_cross_entropy(problem: Problem) -> Logprobs:
+def liger_scaled_cross_entropy(case: Case) -> Logprobs:
     """Liger's FLSCE: per-token NLL and entropy, CuTe kernels on Hopper."""
     _require("liger_kernel")
     if find_spec("cutlass") is None:
         raise NotRun("nvidia-cutlass-dsl is not installed")
-    if problem.shape.softcap is not None:
+    if case.shape.softcap is not None:
         raise NotRun("no softcap")
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    labels = problem.labels
+    labels = case.labels
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
         nll: Tensor = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
@@ -189,13 +189,13 @@ def liger_scaled_cross_entropy(problem: Problem) -> Logprobs:
     return logprobs
 
 
-def apple_cce(filter_eps: str | None) -> Callable[[Problem], Logprobs]:
+def apple_cce(filter_eps: str | None) -> Callable[[Case], Logprobs]:
     """Apple's cut cross-entropy, with its default gradient filter or none."""
 
-    def build(problem: Problem) -> Logprobs:
+    def build(case: Case) -> Logprobs:
         _require("cut_cross_entropy")
         module = importlib.import_module("cut_cross_entropy")
-        labels, softcap = problem.labels, problem.shape.softcap
+        labels, softcap = case.labels, case.shape.softcap
         return lambda hidden, weight: (
             -module.linear_cross_entropy(
                 hidden, weight, labels, softcap=softcap, reduction="none", filter_eps=filter_eps
@@ -205,10 +205,10 @@ def apple_cce(filter_eps: str | None) -> Callable[[Problem], Logprobs]:
     return build
 
 
-def verl_kernel(problem: Problem) -> Logprobs:
+def verl_kernel(case: Case) -> Logprobs:
     """verl's Triton linear cross-entropy, without the rest of the package."""
     _require("verl")
-    if problem.shape.softcap is not None:
+    if case.shape.softcap is not None:
         raise NotRun("no softcap")
     _stub("verl")
     _stub("verl.utils")
@@ -218,8 +218,8 @@ def verl_kernel(problem: Problem) -> Logprobs:
     device.is_cuda_available = torch.cuda.is_available()  # type: ignore[attr-defined]
     device.get_torch_device = lambda: torch.cuda  # type: ignore[attr-defined]
     module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
-    mask = problem.labels != -100
-    labels = problem.labels.clamp(min=0)
+    mask = case.labels != -100
+    labels = case.labels.clamp(min=0)
 
     def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
         picked, _ = module.linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)

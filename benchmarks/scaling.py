@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.cases import SHAPES, Case, make_case
 from benchmarks.measure import environment, relative_error
 from benchmarks.ours import GRPO, GSPO
-from benchmarks.problems import SHAPES, Problem, make_problem
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.data.slices import shard_slots
 from fastrl.functional.batch import BatchKwargs, RowSet
@@ -49,7 +49,7 @@ LOSSES = {"grpo": GRPO, "gspo": GSPO}
 
 
 @dataclass(frozen=True)
-class Case:
+class ShardedCase:
     """A head on one layout and this rank's part of its inputs."""
 
     layout: str
@@ -115,9 +115,9 @@ def main() -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     report = Report(arguments.json, arguments.shape)
-    problem = interleaved(make_problem(SHAPES[arguments.shape], device))
+    case = interleaved(make_case(SHAPES[arguments.shape], device))
     times = (arguments.repeats, arguments.warmup)
-    report.add(weight_reduction(problem, *times))
+    report.add(weight_reduction(case, *times))
     for loss in arguments.losses.split(","):
         for strategy in arguments.strategies.split(","):
             whole = None
@@ -126,20 +126,20 @@ def main() -> int:
                 if any_rank(time.monotonic() - started > arguments.seconds):
                     report.add(row | {"error": f"not begun within {arguments.seconds:.0f} s"})
                     continue
-                case = make_case(layout, problem, loss, strategy)
+                sharded = shard_case(layout, case, loss, strategy)
                 error = ""
                 try:
-                    parts = results(case, problem)
+                    parts = results(sharded, case)
                     whole = whole or parts
-                    row |= {"ran": case.ran[-1], "gate": compare(parts, whole)}
-                    row |= measure(case.step, *times)
+                    row |= {"ran": sharded.ran[-1], "gate": compare(parts, whole)}
+                    row |= measure(sharded.step, *times)
                 except Exception:
                     error = traceback.format_exc()
                     print(error, file=sys.stderr, flush=True)
                 if any_rank(bool(error)):
                     row["error"] = error or "on another rank"
                 report.add(row)
-                del case
+                del sharded
     dist.destroy_process_group()
     return int(any("error" in row for row in report.rows))
 
@@ -152,13 +152,13 @@ def any_rank(flag: bool) -> bool:
     return bool(total)
 
 
-def interleaved(problem: Problem) -> Problem:
-    """The problem with documents of zero advantage among the others, not all at the end.
+def interleaved(case: Case) -> Case:
+    """The case with documents of zero advantage among the others, not all at the end.
 
     So are long completions among short ones: contiguous parts of the packed sequence then carry
     as much gradient to within 0.5 %, and the slowest rank is not one with more work.
     """
-    shape, batch = problem.shape, problem.batch
+    shape, batch = case.shape, case.batch
     turn = shape.num_documents // 4
     from_ends = torch.stack([torch.arange(turn), torch.arange(turn).flip(0)], 1).flatten()[:turn]
     documents = torch.arange(shape.num_documents).view(4, turn)[:, from_ends].t().flatten()
@@ -172,12 +172,12 @@ def interleaved(problem: Problem) -> Problem:
         active_rows=active,
         active_document_rows=active,
     ).to(batch.labels.device)
-    hidden = problem.hidden_states.detach()[index].requires_grad_()
-    return replace(problem, hidden_states=hidden, batch=batch)
+    hidden = case.hidden_states.detach()[index].requires_grad_()
+    return replace(case, hidden_states=hidden, batch=batch)
 
 
-def make_case(layout: str, problem: Problem, loss: str, strategy: str) -> Case:
-    """This rank's part of the problem."""
+def shard_case(layout: str, case: Case, loss: str, strategy: str) -> ShardedCase:
+    """This rank's part of the case."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     groups = {
         "one_gpu": ParallelGroups(),
@@ -185,7 +185,7 @@ def make_case(layout: str, problem: Problem, loss: str, strategy: str) -> Case:
         "tp_sp": ParallelGroups(tp=world, sp=world),
         "sdp": ParallelGroups(sdp=world),
     }[layout]
-    shape = problem.shape
+    shape = case.shape
     config = LanguageModelHeadConfig.model_validate(
         {
             "hidden_size": shape.hidden_size,
@@ -197,7 +197,7 @@ def make_case(layout: str, problem: Problem, loss: str, strategy: str) -> Case:
         }
     )
     head = LanguageModelHead(config, groups, device="meta", dtype=shape.dtype)
-    hidden, weight, batch = problem.hidden_states.detach(), problem.weight.detach(), problem.batch
+    hidden, weight, batch = case.hidden_states.detach(), case.weight.detach(), case.batch
     if groups.tp is not None:
         weight = weight[slice(*vocab_shard(shape.vocab_size, rank, size))].clone()
     if groups.sp is not None:
@@ -209,23 +209,23 @@ def make_case(layout: str, problem: Problem, loss: str, strategy: str) -> Case:
         whole = shape.num_documents % size == 0
         batch = batch.span(first, last).replace(whole_documents=whole)
     head.weight = nn.Parameter(weight)
-    return Case(layout, head, hidden.requires_grad_(), batch)
+    return ShardedCase(layout, head, hidden.requires_grad_(), batch)
 
 
-def results(case: Case, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of the whole problem from all ranks' parts."""
-    loss = case.step().clone()
-    grad_hidden, grad_weight = case.hidden.grad, case.head.weight.grad
+def results(sharded: ShardedCase, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of the whole case from all ranks' parts."""
+    loss = sharded.step().clone()
+    grad_hidden, grad_weight = sharded.hidden.grad, sharded.head.weight.grad
     assert grad_hidden is not None
     assert grad_weight is not None
-    if case.layout == "sdp":
+    if sharded.layout == "sdp":
         dist.all_reduce(loss)
         grad_weight = grad_weight.float()
         dist.all_reduce(grad_weight)
-    if case.layout in ("sdp", "tp_sp"):
+    if sharded.layout in ("sdp", "tp_sp"):
         grad_hidden = gathered(grad_hidden)
-    if case.layout in ("tp", "tp_sp"):
-        grad_weight = gathered(grad_weight)[: problem.shape.vocab_size]
+    if sharded.layout in ("tp", "tp_sp"):
+        grad_weight = gathered(grad_weight)[: case.shape.vocab_size]
     return loss, grad_hidden, grad_weight
 
 
@@ -345,9 +345,9 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def weight_reduction(problem: Problem, repeats: int, warmup: int) -> dict[str, Any]:
+def weight_reduction(case: Case, repeats: int, warmup: int) -> dict[str, Any]:
     """The all-reduce of a whole weight gradient, which a data-parallel wrapper does."""
-    grad = torch.zeros_like(problem.weight)
+    grad = torch.zeros_like(case.weight)
     row = {"layout": "dW all-reduce", "bytes": grad.nbytes}
     return row | measure(lambda: dist.all_reduce(grad), repeats, warmup)
 

@@ -119,7 +119,7 @@ def speedup_table(name: str) -> str:
 
 
 def sizes(row: dict[str, Any]) -> str:
-    """Of a problem."""
+    """Of a case."""
     tokens, hidden, vocabulary = row["shape"]
     softcap = f", softcap {row['softcap']:g}" if row["softcap"] else ""
     return f"T={tokens} D={hidden} V={vocabulary}{softcap}, {row['dtype']}"

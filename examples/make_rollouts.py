@@ -17,7 +17,7 @@ from fastrl.config import RunConfig, UserError, load_config
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.checkpoint import CHECKPOINTS_FOLDER, latest_checkpoint
-from fastrl.training.context import build_parts
+from fastrl.training.context import build_context
 from fastrl.training.rollout_sources import SampledRollouts
 
 
@@ -25,15 +25,15 @@ def sampled(run: Path, checkpoint: Path, steps: int) -> Iterator[Document]:
     """Yields documents with reward and group, and without advantages."""
     config = load_config(RunConfig, run / "config.yaml")
     phase = next(p for p in config.phases if p.type == "rl" and p.rollouts.type == "sampler")
-    parts = build_parts(config, checkpoint=checkpoint)
-    assert parts.environment is not None
-    parts.generator.manual_seed(config.seed)
+    context = build_context(config, checkpoint=checkpoint)
+    assert context.environment is not None
+    context.generator.manual_seed(config.seed)
     source = SampledRollouts(
         phase.rollouts,
         phase.advantage,
-        parts.environment,
-        parts.tokenizer,
-        parts.sampler,
+        context.environment,
+        context.tokenizer,
+        context.sampler,
         seed=f"{config.seed}/rollouts",
     )
     for step in range(steps):

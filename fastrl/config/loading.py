@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from fastrl.config.base import Config, ConfigError
-from fastrl.config.messages import problems
+from fastrl.config.messages import mistakes
 from fastrl.config.yaml_text import YamlError, dump_yaml, parse_yaml
 
 ConfigType = TypeVar("ConfigType", bound=Config)
@@ -61,8 +61,8 @@ def parse_config(
         return config_class.model_validate(merged)
     except ValidationError as error:
         lines = [
-            f"{_origin(problem.path, parsed) or source}: {problem.text}"
-            for problem in problems(error, config_class, merged)
+            f"{_origin(mistake.path, parsed) or source}: {mistake.text}"
+            for mistake in mistakes(error, config_class, merged)
         ]
         raise ConfigError("\n".join(lines)) from error
 

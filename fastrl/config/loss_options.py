@@ -8,7 +8,8 @@ from fastrl.config.base import Config
 
 Normalisation = Literal["tokens", "documents", "groups", "constant"]
 
-RatioLevel = Literal["token", "document", "document_token"]
+RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
+"""Of the ratio of new to old policy; `LanguageModelPolicyGradientLoss` defines each."""
 
 
 class LossConfig(Config):

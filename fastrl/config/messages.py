@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from fastrl.config.base import Config
 
 
-class Problem(NamedTuple):
+class Mistake(NamedTuple):
     """One thing that is wrong with a config.
 
     Attributes:
@@ -23,10 +23,10 @@ class Problem(NamedTuple):
     text: str
 
 
-def problems(
+def mistakes(
     error: ValidationError, config_class: type[Config], values: Mapping[str, Any]
-) -> list[Problem]:
-    """Returns what pydantic found, one problem a key path, in terms of the user's own keys.
+) -> list[Mistake]:
+    """Returns what pydantic found, one mistake a key path, in terms of the user's own keys.
 
     Args:
         error: raised when `values` were validated as `config_class`.
@@ -45,7 +45,7 @@ def problems(
         if text not in found.setdefault(path, []):
             found[path].append(text)
         shown[path] = _shown(details["input"])
-    return [Problem(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
+    return [Mistake(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
 
 
 def _follows(details: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:

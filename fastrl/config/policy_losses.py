@@ -10,7 +10,6 @@ from fastrl.config.loss_options import (
     LossConfig,
     Normalisation,
     OffPolicyMaskConfig,
-    RatioLevel,
     RolloutCorrectionConfig,
 )
 
@@ -138,7 +137,7 @@ class SAPOLossConfig(PolicyGradientLossConfig):
     type: Literal["sapo"] = "sapo"
     """Names the loss."""
 
-    ratio_level: RatioLevel = "token"
+    ratio_level: Literal["token", "document", "document_token"] = "token"
     """`token`: each token its own ratio. `document`: the geometric mean over its document.
     `document_token`: its value with the gradient of the token's own ratio."""
 

@@ -11,7 +11,7 @@ from fastrl.data.documents import Document
 from fastrl.data.packing import pack_documents
 
 
-def packs_of_rank(
+def micro_batches_of_rank(
     documents: Sequence[Document], rank: int, size: int, max_tokens: int
 ) -> list[list[Document]]:
     """Returns the documents of each micro-batch of a data rank: as many on every rank.
@@ -31,12 +31,12 @@ def packs_of_rank(
             replace(document, reward=nan) if document.reward is None else document
             for document in documents
         ]
-    packs = [pack_documents(part, max_tokens) for part in deal(documents, size)]
+    packs = [pack_documents(part, max_tokens) for part in balance_by_tokens(documents, size)]
     most = max(map(len, packs))
     return packs[rank] + [[_filler(documents[0])]] * (most - len(packs[rank]))
 
 
-def deal(documents: Sequence[Document], parts: int) -> list[list[Document]]:
+def balance_by_tokens(documents: Sequence[Document], parts: int) -> list[list[Document]]:
     """Deals whole groups to parts with about as many tokens each; documents keep their order.
 
     The longest group goes first, each to the part that has the fewest tokens so far. A document

@@ -1,7 +1,7 @@
 """The streaming head: statistics of labels under softmax(h W^T), differentiable, without logits.
 
 `linear_logprobs` is the public op, with the `recompute` strategy: its forward keeps nothing of
-vocabulary size and its backward computes logits again, tile by tile. `linear_loss` is the
+vocabulary size and its backward computes logits again, tile by tile. `single_pass` is the
 `single_pass` strategy. Both stand on `products` and differ in the order of the work only.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadProblem, check_inputs, scatter_rows
+from fastrl.functional.head.call import HeadCall, check_inputs, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul_rounded
 from fastrl.functional.head.tile_ops import (
@@ -95,7 +95,7 @@ def linear_logprobs(
             [0, vocab_size) (on CUDA a device-side assertion, which needs no synchronisation).
         TypeError: `weight` is a DTensor.
     """
-    problem = check_inputs(
+    call = check_inputs(
         hidden_states,
         weight,
         labels,
@@ -110,21 +110,21 @@ def linear_logprobs(
         rows=rows,
         drop_inactive_rows=drop_inactive_rows,
     )
-    return streaming_logprobs(hidden_states, weight, bias, problem, gradient_rows)
+    return streaming_logprobs(hidden_states, weight, bias, call, gradient_rows)
 
 
 def streaming_logprobs(
     hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
     weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
     bias: Tensor | None,  # [V] or [V_local]
-    problem: HeadProblem,
+    call: HeadCall,
     gradient_rows: Tensor | None,  # [G]
 ) -> TokenStatistics:
-    """`linear_logprobs` of a problem from `check_inputs`."""
+    """`linear_logprobs` of a call from `check_inputs`."""
     logprobs, entropy, logsumexp = _LinearLogprobs.apply(
-        hidden_states, weight, bias, problem, gradient_rows
+        hidden_states, weight, bias, call, gradient_rows
     )
-    return TokenStatistics(logprobs, entropy if problem.entropy else None, logsumexp)
+    return TokenStatistics(logprobs, entropy if call.entropy else None, logsumexp)
 
 
 def forward_statistics(
@@ -133,14 +133,14 @@ def forward_statistics(
     bias: Tensor | None,
     labels: Tensor,  # [R]
     transform: LogitTransform,
-    problem: HeadProblem,
+    call: HeadCall,
 ) -> TokenStatistics:  # of [R]
     """Statistics of compact rows, tile by tile; one collective for all rows under `tp`."""
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     statistics = new_running_statistics(num_rows, dtype, hidden.device)
     tiling = Tiling(max(num_rows, 1), max(weight.shape[0], 1))
     if not keeps_no_logits(hidden, weight):
-        bounds = (problem.chunk_size, problem.max_logits_bytes)
+        bounds = (call.chunk_size, call.max_logits_bytes)
         tiling = recompute_tiling(num_rows, weight.shape[0], dtype.itemsize, *bounds)
     for start, stop in spans(num_rows, tiling.num_rows):
         for first, last in spans(weight.shape[0], tiling.num_columns):
@@ -150,10 +150,10 @@ def forward_statistics(
                 weight[first:last],
                 labels[start:stop],
                 transform.rows(slice(start, stop)),
-                problem.tile(bias, first, last),
-                entropy=problem.entropy,
+                call.tile(bias, first, last),
+                entropy=call.entropy,
             )
-    return finish_statistics(problem.merge_over_vocabulary(statistics), problem.entropy)
+    return finish_statistics(call.merge_over_vocabulary(statistics), call.entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -166,22 +166,20 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: HeadProblem,
+        call: HeadCall,
         gradient_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         statistics = forward_statistics(
-            problem.gather_hidden(hidden_states)[problem.rows],
+            call.gather_hidden(hidden_states)[call.rows],
             weight,
             bias,
-            problem.labels[problem.rows],
-            problem.transform.rows(problem.rows),
-            problem,
+            call.labels[call.rows],
+            call.transform.rows(call.rows),
+            call,
         )
-        statistics = statistics.map(
-            lambda value: scatter_rows(value, problem.rows, problem.num_tokens)
-        )
-        ctx.problem = problem
-        ctx.gradient_rows = problem.rows if gradient_rows is None else gradient_rows
+        statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
+        ctx.call = call
+        ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_states, weight, bias, statistics.logsumexp, statistics.entropy)
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
@@ -191,33 +189,33 @@ class _LinearLogprobs(torch.autograd.Function):
     @exactly
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_states, weight, bias, logsumexp, entropy = ctx.saved_tensors
-        problem: HeadProblem = ctx.problem
-        rows = problem.active_rows(ctx.gradient_rows, *grads)
+        call: HeadCall = ctx.call
+        rows = call.rows_with_gradient(ctx.gradient_rows, *grads)
         grad_logprobs, grad_entropy, grad_logsumexp = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
         lse = logsumexp[rows]
         grad_compact, grad_weight, grad_bias = recompute_backward(
-            problem.gather_hidden(hidden_states)[rows],
+            call.gather_hidden(hidden_states)[rows],
             weight,
             bias,
-            problem.labels[rows],
+            call.labels[rows],
             # Log-probabilities are not needed again.
             TokenStatistics(lse, None if entropy is None else entropy[rows], lse),
             RowGradients(grad_logprobs, grad_entropy, grad_logsumexp).rows(rows),
-            problem.transform.rows(rows),
-            problem,
+            call.transform.rows(rows),
+            call,
             (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
         )
         grad_hidden: Tensor | None = None
         if grad_compact is not None:
-            total = HiddenGradient(problem, hidden_states)
+            total = HiddenGradient(call, hidden_states)
             total.write(rows, grad_compact)
             grad_hidden = total.finish()
         return (
             grad_hidden,
-            problem.finish_weight_gradient(grad_weight, weight.dtype),
-            problem.finish_weight_gradient(grad_bias, weight.dtype),
+            call.finish_weight_gradient(grad_weight, weight.dtype),
+            call.finish_weight_gradient(grad_bias, weight.dtype),
             None,
             None,
         )
@@ -231,7 +229,7 @@ def recompute_backward(
     statistics: TokenStatistics,  # of [R]
     gradients: RowGradients,  # of [R]
     transform: LogitTransform,
-    problem: HeadProblem,
+    call: HeadCall,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden (compute dtype, compact), weight and bias (their dtypes).
@@ -242,7 +240,7 @@ def recompute_backward(
     """
     num_rows, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
     itemsize = gradient_itemsize(hidden, weight)
-    bounds = (problem.chunk_size, problem.max_logits_bytes)
+    bounds = (call.chunk_size, call.max_logits_bytes)
     tiling = recompute_tiling(num_rows, weight.shape[0], itemsize, *bounds)
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
     grad_weight: Tensor | None = None
@@ -265,7 +263,7 @@ def recompute_backward(
                 statistics.map(itemgetter(chunk)),
                 gradients.rows(chunk),
                 transform.rows(chunk),
-                problem.tile(bias, first, last),
+                call.tile(bias, first, last),
             )
             if grad_hidden is not None:
                 add_matmul_(grad_hidden[chunk], grad_logits, slab)

@@ -21,7 +21,7 @@ class TokenStatistics:
         sum_squares: [T], sum p^2, or None when it was not asked for.
         is_argmax: [T] bool, whether no logit is above the label's, or None when it was not asked
             for. It has no gradient.
-        divergence: [T], from a teacher's distribution (`linear_divergence`), or None.
+        divergence: [T], from a teacher's distribution (`teacher_divergence`), or None.
 
     All but `is_argmax` are fp32 (float64 for float64 inputs).
     """

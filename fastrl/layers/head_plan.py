@@ -25,7 +25,7 @@ def weight_rows(config: LanguageModelHeadConfig) -> int:
     return config.padded_vocab_size or config.vocab_size
 
 
-def splits_tokens(groups: ParallelGroups) -> bool:
+def head_splits_tokens(groups: ParallelGroups) -> bool:
     """Whether the ranks of `sp` hold different tokens, also in the head."""
     return groups.sp is not None and groups.tp is None
 
@@ -77,17 +77,17 @@ def single_pass_chunks(
         return None
     columns = vocab_shard(weight_rows(config), 0, group_size(groups.tp))[1]
     bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
-    levels = {loss.level for loss in losses.values()}
+    scopes = {loss.scope for loss in losses.values()}
     needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
     chunk_ends: list[int] | None = None
     reason = None
     if config.keep is not None or needs & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
-    elif levels & {"group", "batch"}:
+    elif scopes & {"group", "batch"}:
         reason = "pairs and entropy quantiles need tokens outside of a chunk"
-    elif "document" not in levels:
+    elif "document" not in scopes:
         chunk_ends = chunk_rows(len(rows), *bounds)
-    elif groups.sdp is not None or splits_tokens(groups) or not batch.whole_documents:
+    elif groups.sdp is not None or head_splits_tokens(groups) or not batch.whole_documents:
         reason = "documents are split over ranks or micro-sequences"
     else:
         chunk_ends = chunk_rows(len(rows), *bounds, rows.document_ends)

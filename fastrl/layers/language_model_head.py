@@ -14,21 +14,21 @@ from torch.utils._pytree import register_dataclass
 
 from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.head.call import HeadProblem, check_inputs
-from fastrl.functional.head.distillation import Teacher, linear_divergence
-from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, linear_statistics
-from fastrl.functional.head.sampling_mask import KeepSet, linear_kept_logprobs
-from fastrl.functional.head.single_pass import linear_loss
+from fastrl.functional.head.call import HeadCall, check_inputs
+from fastrl.functional.head.distillation import Teacher, teacher_divergence
+from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, extra_statistics
+from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
+from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.head_plan import (
     gradient_rows,
+    head_splits_tokens,
     labelled_rows,
     sequence_slice,
     single_pass_chunks,
-    splits_tokens,
     weight_rows,
 )
 from fastrl.layers.losses import (
@@ -148,14 +148,18 @@ class LanguageModelHead(nn.Module):
         return weight_rows(self.config)
 
     @property
-    def splits_tokens(self) -> bool:
+    def head_splits_tokens(self) -> bool:
         """Whether the ranks of `sp` hold different tokens, also in the head."""
-        return splits_tokens(self.groups)
+        return head_splits_tokens(self.groups)
 
     @property
     def loss_groups(self) -> tuple[ProcessGroup | None, ...]:
         """Groups over whose ranks losses and metrics add up to those of the step."""
-        return (self.groups.dp, self.groups.sdp, self.groups.sp if self.splits_tokens else None)
+        return (
+            self.groups.dp,
+            self.groups.sdp,
+            self.groups.sp if self.head_splits_tokens else None,
+        )
 
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, 0.02^2) and zeroes the bias."""
@@ -170,7 +174,7 @@ class LanguageModelHead(nn.Module):
             ValueError: a loss means nothing under this head.
         """
         self.config.check_losses(losses)
-        token_groups = (self.groups.sdp, self.groups.sp if self.splits_tokens else None)
+        token_groups = (self.groups.sdp, self.groups.sp if self.head_splits_tokens else None)
         self.losses = {
             name: build_loss(config, token_groups, self.groups.dp)
             for name, config in losses.items()
@@ -218,7 +222,7 @@ class LanguageModelHead(nn.Module):
             ValueError: the batch lacks what a loss needs, a shape does not fit, the strategy
                 `single_pass` is not possible for the batch, or a teacher is missing or not used.
         """
-        if self.splits_tokens:
+        if self.head_splits_tokens:
             batch = sequence_slice(batch, self.groups)
         self._check_teacher(teacher)
         named = self._named_statistics(hidden_states, batch, statistics)
@@ -247,7 +251,7 @@ class LanguageModelHead(nn.Module):
 
     def _of_all_tokens(self, values: Tensor) -> Tensor:
         """[T] of the batch, also where each rank of `sp` computed its slice."""
-        if not self.splits_tokens:
+        if not self.head_splits_tokens:
             return values
         assert self.groups.sp is not None
         return gather_first_dim(values, self.groups.sp)
@@ -275,7 +279,7 @@ class LanguageModelHead(nn.Module):
         wants_all = self.config.metrics or return_logprobs
         rows = (labelled_rows(batch) if wants_all else active).index
         needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
-        problem = self._problem(hidden_states, batch, wants_all or "entropy" in needs, rows)
+        call = self._call(hidden_states, batch, wants_all or "entropy" in needs, rows)
         itemsize = chunk_itemsize(hidden_states, self.local_weight)
         chunk_ends = single_pass_chunks(
             self.config, self.groups, batch, active, losses, hidden_states.dtype, itemsize
@@ -284,11 +288,11 @@ class LanguageModelHead(nn.Module):
         metrics: dict[str, Tensor] = {}
         if chunk_ends is not None and needs_gradient:
             compact = batch.select(active.index)
-            loss, statistics = linear_loss(
+            loss, statistics = single_pass(
                 hidden_states,
                 self.local_weight,
                 self.local_bias,
-                problem,
+                call,
                 lambda statistics, start, stop: _weighted_sum(
                     losses, statistics, compact.select(slice(start, stop))
                 ),
@@ -298,12 +302,12 @@ class LanguageModelHead(nn.Module):
             if self.config.metrics:
                 metrics = _metrics(losses, statistics, batch)
         else:
-            statistics = self._statistics(hidden_states, batch, problem, active.index)
-            more = linear_statistics(
+            statistics = self._statistics(hidden_states, batch, call, active.index)
+            more = extra_statistics(
                 hidden_states,
                 self.local_weight,
                 self.local_bias,
-                problem,
+                call,
                 needs & frozenset(STATISTIC_NAMES),
                 gradient_rows=active.index,
             )
@@ -336,11 +340,11 @@ class LanguageModelHead(nn.Module):
             if not isinstance(config, DistillationLossConfig):
                 continue
             scaled = _at_scale(batch, config.logits_scale)
-            divergence = linear_divergence(
+            divergence = teacher_divergence(
                 hidden_states,
                 self.local_weight,
                 self.local_bias,
-                self._problem(hidden_states, scaled, False, rows),
+                self._call(hidden_states, scaled, False, rows),
                 teacher,
                 config.divergence,
                 config.beta,
@@ -373,19 +377,17 @@ class LanguageModelHead(nn.Module):
     def _evaluate(self, hidden_states: Tensor, batch: BatchKwargs) -> TokenStatistics:
         """Log-probabilities and entropies of all labels, detached."""
         rows = labelled_rows(batch).index
-        problem = self._problem(hidden_states, batch, True, rows)
-        return self._statistics(hidden_states, batch, problem, None).map(Tensor.detach)
+        call = self._call(hidden_states, batch, True, rows)
+        return self._statistics(hidden_states, batch, call, None).map(Tensor.detach)
 
     def _named_statistics(
         self, hidden_states: Tensor, batch: BatchKwargs, names: Collection[str]
     ) -> dict[str, Tensor]:
         if not names:
             return {}
-        problem = self._problem(hidden_states, batch, False, labelled_rows(batch).index)
+        call = self._call(hidden_states, batch, False, labelled_rows(batch).index)
         with torch.no_grad():
-            found = linear_statistics(
-                hidden_states, self.local_weight, self.local_bias, problem, names
-            )
+            found = extra_statistics(hidden_states, self.local_weight, self.local_bias, call, names)
         return {name: self._of_all_tokens(value) for name, value in found.items()}
 
     def _needs_gradient(self, hidden_states: Tensor) -> bool:
@@ -394,9 +396,9 @@ class LanguageModelHead(nn.Module):
             tensor is not None and tensor.requires_grad for tensor in tensors
         )
 
-    def _problem(
+    def _call(
         self, hidden_states: Tensor, batch: BatchKwargs, entropy: bool, rows: Tensor
-    ) -> HeadProblem:
+    ) -> HeadCall:
         return check_inputs(
             hidden_states,
             self.local_weight,
@@ -419,14 +421,14 @@ class LanguageModelHead(nn.Module):
         self,
         hidden_states: Tensor,
         batch: BatchKwargs,
-        problem: HeadProblem,
+        call: HeadCall,
         gradient_rows: Tensor | None,
     ) -> TokenStatistics:
         """Statistics of the labels, over the sampler's keep-set if the config has one."""
         keep = self.config.keep
         if keep is None:
             return streaming_logprobs(
-                hidden_states, self.local_weight, self.local_bias, problem, gradient_rows
+                hidden_states, self.local_weight, self.local_bias, call, gradient_rows
             )
         tokens = None
         if keep.recorded:
@@ -436,11 +438,11 @@ class LanguageModelHead(nn.Module):
                     " Document `kept_tokens`."
                 )
             tokens = batch.kept_tokens
-        return linear_kept_logprobs(
+        return masked_logprobs(
             hidden_states,
             self.local_weight,
             self.local_bias,
-            problem,
+            call,
             KeepSet(keep.top_k, keep.top_p, keep.min_p, tokens),
             gradient_rows=gradient_rows,
         )

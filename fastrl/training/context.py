@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: device, tokenizer, environment, model, sampler."""
+"""From a config to the context of a run: device, tokenizer, environment, model, sampler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastrl.config.training import ParallelConfig, RunConfig
 from fastrl.models.checkpoint import load_weights, read_llama_config
 from fastrl.models.llama import Llama
 from fastrl.training.environment import ReasoningGymEnvironment
-from fastrl.training.processes import Processes, empty_llama, fill, start_processes
+from fastrl.training.processes import Processes, empty_llama, load_full_weights, start_processes
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
 
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunContext:
     """What training, evaluation and sampling work with."""
 
     processes: Processes
@@ -38,25 +38,25 @@ class Parts:
         return self.processes.device
 
 
-def build_parts(
+def build_context(
     config: RunConfig,
     *,
     checkpoint: Path | None = None,
     with_environment: bool = True,
-    spread: bool = False,
-) -> Parts:
-    """Returns the parts of a run; seeds torch's global generator for the weights.
+    distributed: bool = False,
+) -> RunContext:
+    """Returns the context of a run; seeds torch's global generator for the weights.
 
     Args:
         config: of the run.
         checkpoint: folder that the weights come from instead of the config's model.
         with_environment: whether problems are needed.
-        spread: over the processes of `config.parallel`; otherwise this one alone.
+        distributed: over the processes of `config.parallel`; otherwise this one alone.
 
     Raises:
         UserError: the config asks for something that is not there.
     """
-    parallel = config.parallel if spread else ParallelConfig()
+    parallel = config.parallel if distributed else ParallelConfig()
     processes = start_processes(parallel, _device(config.device))
     device = processes.device
     if config.num_threads is not None:
@@ -70,7 +70,7 @@ def build_parts(
     llama = _build_llama(config, tokenizer, processes, checkpoint)
     generator = torch.Generator(device)
     sampler = Sampler(config.sampler, llama, tokenizer.end_token, generator, processes)
-    return Parts(processes, tokenizer, environment, llama, generator, sampler)
+    return RunContext(processes, tokenizer, environment, llama, generator, sampler)
 
 
 def _device(name: str) -> torch.device:
@@ -124,9 +124,9 @@ def _build_llama(
         if processes.mesh is None:
             return llama
         # Drawn whole first, so that it starts as one process does.
-        spread = empty_llama(llama_config, processes, dtype)
-        fill(spread, dict(llama.named_parameters()))
-        return spread
+        llama_shards = empty_llama(llama_config, processes, dtype)
+        load_full_weights(llama_shards, dict(llama.named_parameters()))
+        return llama_shards
     llama = empty_llama(llama_config, processes, dtype)
     load_weights(llama, folder)
     return llama

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fastrl.config import RunConfig, UserError, load_config
 from fastrl.training.checkpoint import latest_checkpoint
-from fastrl.training.context import build_parts
+from fastrl.training.context import build_context
 from fastrl.training.display import print_line
 from fastrl.training.evaluate import evaluate as score_heldout
 from fastrl.training.order import seeded
@@ -32,14 +32,16 @@ def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:
             f"{run_dir / CONFIG_FILE}: the run has no `environment`, so there is no held-out reward"
         )
     checkpoint = latest_checkpoint(run_dir)
-    parts = build_parts(config, checkpoint=checkpoint)
-    assert parts.environment is not None
-    parts.generator.manual_seed(seeded(config.seed, "evaluation").getrandbits(63))
-    evaluation = score_heldout(config.evaluation, parts.environment, parts.tokenizer, parts.sampler)
+    context = build_context(config, checkpoint=checkpoint)
+    assert context.environment is not None
+    context.generator.manual_seed(seeded(config.seed, "evaluation").getrandbits(63))
+    evaluation = score_heldout(
+        config.evaluation, context.environment, context.tokenizer, context.sampler
+    )
     console = Console()
     print_line(
         console,
-        f"{checkpoint.name}: {len(parts.environment.heldout)} held-out prompts x "
+        f"{checkpoint.name}: {len(context.environment.heldout)} held-out prompts x "
         f"{config.evaluation.samples_per_prompt}, temperature {config.evaluation.temperature:g}, "
         f"solved {evaluation.solved:.3f}, finished {evaluation.finished:.3f}",
     )
@@ -69,15 +71,15 @@ def sample(
     """
     overrides = [] if max_tokens is None else [f"sampler.max_new_tokens={max_tokens}"]
     config = load_config(RunConfig, run_dir / CONFIG_FILE, overrides)
-    parts = build_parts(config, checkpoint=latest_checkpoint(run_dir), with_environment=False)
-    tokens = parts.tokenizer.encode(prompt)
+    context = build_context(config, checkpoint=latest_checkpoint(run_dir), with_environment=False)
+    tokens = context.tokenizer.encode(prompt)
     if not tokens:
         raise UserError("the prompt must have at least one token, got an empty one")
     if temperature is None:
         temperature = config.evaluation.temperature
-    parts.generator.manual_seed(seeded(config.seed, "sample").getrandbits(63))
-    (completions,) = parts.sampler.sample([tokens], num_each=num, temperature=temperature)
+    context.generator.manual_seed(seeded(config.seed, "sample").getrandbits(63))
+    (completions,) = context.sampler.sample([tokens], num_each=num, temperature=temperature)
     console = Console()
     for completion in completions:
-        print_line(console, f"{prompt}{parts.tokenizer.decode(completion.tokens)}")
+        print_line(console, f"{prompt}{context.tokenizer.decode(completion.tokens)}")
     return 0

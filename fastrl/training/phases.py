@@ -14,7 +14,7 @@ from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
-from fastrl.data.partition import packs_of_rank
+from fastrl.data.partition import micro_batches_of_rank
 from fastrl.layers.losses import (
     LanguageModelPolicyGradientLoss,
     add_metrics,
@@ -25,10 +25,10 @@ from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import reduce_gradients
 from fastrl.parallel import group_rank, group_size
 from fastrl.training.checkpoint import TrainerState
-from fastrl.training.context import Parts
+from fastrl.training.context import RunContext
 from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
 from fastrl.training.order import seeded
-from fastrl.training.processes import fill, frozen_copy, whole_state
+from fastrl.training.processes import frozen_copy, full_state, load_full_weights
 from fastrl.training.rollout_sources import Sample, SampledRollouts, required_logprobs, split_groups
 from fastrl.training.sources import build_source, phase_seed
 
@@ -67,7 +67,7 @@ class Phase:
     Args:
         config: of the run.
         index: of the phase.
-        parts: model, environment and sampler; the head gets the losses of the phase.
+        context: model, environment and sampler; the head gets the losses of the phase.
 
     Attributes:
         name: of the phase.
@@ -80,20 +80,20 @@ class Phase:
         UserError: as `build_source`.
     """
 
-    def __init__(self, config: RunConfig, index: int, parts: Parts) -> None:
+    def __init__(self, config: RunConfig, index: int, context: RunContext) -> None:
         self.config = config.phases[index]
         self.name = config.phase_name(index)
         self.steps_done = 0
-        self._parts = parts
+        self._context = context
         self._seed = phase_seed(config, index)
         losses = config.losses_of(self.config)
-        self.source = build_source(config, index, parts)
-        parts.llama.lm_head.set_losses(losses)
-        self.optimizer = build_optimizer(parts.llama, self.config.optimizer)
+        self.source = build_source(config, index, context)
+        context.llama.lm_head.set_losses(losses)
+        self.optimizer = build_optimizer(context.llama, self.config.optimizer)
         self.reference: Llama | None = None
         samples = isinstance(self.source, SampledRollouts)
         if samples and "ref_logprobs" in required_logprobs(losses.values()):
-            self.reference = frozen_copy(parts.llama, parts.processes)
+            self.reference = frozen_copy(context.llama, context.processes)
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)
             and self.config.rollouts.type == "sampler"
@@ -110,7 +110,7 @@ class Phase:
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
             assert state.reference is not None
-            fill(self.reference, state.reference)
+            load_full_weights(self.reference, state.reference)
 
     def state(self, before: TrainerState) -> TrainerState:
         """Returns the run's state with what `restore` needs of this phase; all ranks must call."""
@@ -118,14 +118,14 @@ class Phase:
         return replace(
             before,
             position=self.source.items.position,
-            optimizer=whole_state(self.optimizer.state_dict()),
-            reference=None if self.reference is None else whole_state(self.reference.state_dict()),
+            optimizer=full_state(self.optimizer.state_dict()),
+            reference=None if self.reference is None else full_state(self.reference.state_dict()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
         )
 
     def step(self) -> StepResult:
         """Takes the next documents and makes the step's updates."""
-        self._parts.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
+        self._context.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
         rollouts = self.source.next()
         mini_batches, epochs = 1, 1
         if isinstance(self.config, RLPhaseConfig):
@@ -148,9 +148,11 @@ class Phase:
 
     def _micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
         """Packs the documents of one update, with the log-probabilities that its losses need."""
-        groups, parallel = self._parts.llama.groups, self._parts.processes.config
+        groups, parallel = self._context.llama.groups, self._context.processes.config
         max_tokens = self.config.max_tokens_per_micro_batch
-        packs = packs_of_rank(documents, group_rank(groups.dp), group_size(groups.dp), max_tokens)
+        packs = micro_batches_of_rank(
+            documents, group_rank(groups.dp), group_size(groups.dp), max_tokens
+        )
         batches = [TokenBatch.from_documents(pack) for pack in packs]
         counts = BatchCounts.of(batches, groups)
 
@@ -161,14 +163,14 @@ class Phase:
                 layout=parallel.sequence_layout,
                 join=join,
                 counts=counts,
-                device=self._parts.device,
+                device=self._context.device,
             )
 
         result = []
         for batch in batches:
             (whole,) = kwargs(batch, join=True)
             if self._recomputes_old:
-                whole = whole.replace(old_logprobs=evaluated(self._parts.llama, whole))
+                whole = whole.replace(old_logprobs=evaluated(self._context.llama, whole))
             if self.reference is not None:
                 whole = whole.replace(ref_logprobs=evaluated(self.reference, whole))
             pieces = kwargs(batch, join=False) if parallel.micro_sequences > 1 else ()
@@ -179,7 +181,7 @@ class Phase:
         self, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
     ) -> dict[str, float]:
         """Makes one update with the summed gradients of the micro-batches."""
-        llama = self._parts.llama
+        llama = self._context.llama
         parts, strategies = [], []
         for batch in micro_batches:
             if batch.pieces:
@@ -206,7 +208,7 @@ class Phase:
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {
             name: loss
-            for name, loss in self._parts.llama.lm_head.losses.items()
+            for name, loss in self._context.llama.lm_head.losses.items()
             if isinstance(loss, LanguageModelPolicyGradientLoss)
         }
 

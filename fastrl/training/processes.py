@@ -63,13 +63,13 @@ class Processes:
         """Number of processes."""
         return self.config.num_processes
 
-    def whole_copy(self, llama: Llama) -> Llama:
-        """A model of this process alone for `copy_whole` to fill, in the compute dtype."""
+    def new_sampler_copy(self, llama: Llama) -> Llama:
+        """A model of this process alone for `sync_full_weights` to fill, in the compute dtype."""
         dtype = _COMPUTE_DTYPES[self.config.compute_dtype] or llama.model.norm.weight.dtype
         copy = Llama(llama.config, device="meta", dtype=dtype).to_empty(device=self.device)
         return copy.requires_grad_(False).eval()
 
-    def spread(self, llama: Llama) -> ParallelGroups:
+    def parallelize(self, llama: Llama) -> ParallelGroups:
         """Spreads a model, best on the meta device, over the processes."""
         if self.mesh is None:
             return ParallelGroups()
@@ -129,19 +129,19 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
     return Processes(config, dist.get_rank(), device, mesh)
 
 
-def whole_state(state: Any) -> Any:
+def full_state(state: Any) -> Any:
     """A state dict with whole tensors on the CPU in place of sharded ones; all ranks must call."""
     if isinstance(state, torch.Tensor):
         return whole_tensor(state.detach()).cpu()
     if isinstance(state, dict):
-        return {key: whole_state(value) for key, value in state.items()}
+        return {key: full_state(value) for key, value in state.items()}
     if isinstance(state, list):
-        return [whole_state(value) for value in state]
+        return [full_state(value) for value in state]
     return state
 
 
 @torch.no_grad()
-def copy_whole(llama: Llama, copy: Llama) -> None:
+def sync_full_weights(llama: Llama, copy: Llama) -> None:
     """Copies the weights of a spread model into a whole one; all ranks must call."""
     targets = dict(copy.named_parameters())
     for name, parameter in llama.named_parameters():
@@ -156,14 +156,14 @@ def empty_llama(config: LlamaConfig, processes: Processes, dtype: torch.dtype) -
     """
     llama = Llama(config, device="meta", dtype=dtype)
     try:
-        processes.spread(llama)
+        processes.parallelize(llama)
     except ValueError as error:
         raise UserError(f"`parallel`: {error}") from error
     return llama.to_empty(device=processes.device)
 
 
 @torch.no_grad()
-def fill(llama: Llama, weights: Mapping[str, torch.Tensor]) -> None:
+def load_full_weights(llama: Llama, weights: Mapping[str, torch.Tensor]) -> None:
     """Copies whole weights, which every rank has, into a spread model."""
     for name, parameter in llama.named_parameters():
         parameter.copy_(shard_like(weights[name].to(parameter.device), parameter))

@@ -19,7 +19,7 @@ from fastrl.training.checkpoint import (
     load_trainer_state,
     save_checkpoint,
 )
-from fastrl.training.context import Parts, build_parts
+from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest
@@ -46,7 +46,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         resume: go on from the latest checkpoint of `run_dir`.
 
     Raises:
-        UserError: as `build_parts`, `Phase` and `Trainer.run`; a folder that is in
+        UserError: as `build_context`, `Phase` and `Trainer.run`; a folder that is in
             use, or not that of a run to resume.
         KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
     """
@@ -55,12 +55,12 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     if checkpoint is None:
         _check_unused(run_dir)
     _check_packages(config.logging)
-    parts = build_parts(config, checkpoint=checkpoint, spread=True)
-    is_main = parts.processes.is_main
+    context = build_context(config, checkpoint=checkpoint, distributed=True)
+    is_main = context.processes.is_main
     state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint)
     for later in range(state.phase + 1, len(config.phases)):
-        build_source(config, later, parts)  # so that its errors come now
-    phase = Phase(config, state.phase, parts)
+        build_source(config, later, context)  # so that its errors come now
+    phase = Phase(config, state.phase, context)
     if state.optimizer is not None:
         phase.restore(state)
     writer: MetricsWriter | NoWriter = NoWriter()
@@ -75,13 +75,13 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     console = Console(quiet=not is_main)
     display = open_display(console)
     try:
-        trainer = Trainer(config, run_dir, parts, phase, state, writer, display, started)
+        trainer = Trainer(config, run_dir, context, phase, state, writer, display, started)
         with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
             finished = trainer.run(stop)
     finally:
         display.close()
         writer.close()
-    parts.processes.close()
+    context.processes.close()
     end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
     if config.logging.report and is_main:
         write_report(run_dir, title=f"{run_dir.name}: {end}")
@@ -143,7 +143,7 @@ class Trainer:
     Args:
         config: of the run.
         run_dir: folder of the run, which exists.
-        parts: model, environment and sampler.
+        context: model, environment and sampler.
         phase: the phase to begin with, built already so that its errors come before the folder.
         state: where to go on; at its phase, with the optimizer's state in `phase` already.
         writer: of the metrics.
@@ -158,7 +158,7 @@ class Trainer:
         self,
         config: RunConfig,
         run_dir: Path,
-        parts: Parts,
+        context: RunContext,
         phase: Phase,
         state: TrainerState,
         writer: MetricsWriter | NoWriter,
@@ -167,7 +167,7 @@ class Trainer:
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._parts = parts
+        self._context = context
         self._phase = phase
         self._writer = writer
         self._display = display
@@ -199,7 +199,7 @@ class Trainer:
                 break
             self._save()
             self.state = replace(self.state, phase=self.state.phase + 1, phase_step=0)
-            self._phase = Phase(self._config, self.state.phase, self._parts)
+            self._phase = Phase(self._config, self.state.phase, self._context)
         self._final = self._evaluate()
         self._save()
         return True
@@ -228,7 +228,7 @@ class Trainer:
         self._losses = []
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
-            if self._parts.processes.any(stop.requested):
+            if self._context.processes.any(stop.requested):
                 return False
             self._step(phase)
             last = phase.steps_done == config.steps
@@ -272,12 +272,12 @@ class Trainer:
             )
 
     def _evaluate(self) -> Evaluation | None:
-        parts = self._parts
-        if parts.environment is None:
+        context = self._context
+        if context.environment is None:
             return None
-        parts.generator.manual_seed(seeded(self._config.seed, "evaluation").getrandbits(63))
+        context.generator.manual_seed(seeded(self._config.seed, "evaluation").getrandbits(63))
         evaluation = evaluate(
-            self._config.evaluation, parts.environment, parts.tokenizer, parts.sampler
+            self._config.evaluation, context.environment, context.tokenizer, context.sampler
         )
         values = {**evaluation.metrics(), "seconds": self.seconds}
         self._writer.log(self.state.step, self._phase.name, values)
@@ -292,9 +292,9 @@ class Trainer:
         save_checkpoint(
             self._run_dir,
             self._phase.name,
-            self._parts.llama,
+            self._context.llama,
             state,
             keep=self._config.checkpoint.keep,
-            writes=self._parts.processes.is_main,
+            writes=self._context.processes.is_main,
         )
         self._saved_at = place

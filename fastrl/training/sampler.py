@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.config.environment import SamplerConfig
 from fastrl.models.llama import Llama
-from fastrl.training.processes import Processes, copy_whole
+from fastrl.training.processes import Processes, sync_full_weights
 
 _COMPACT_BELOW = 0.75
 """Sequences that go on are copied into a smaller cache when they are fewer than this share."""
@@ -55,7 +55,7 @@ class Sampler:
         self._source = llama
         self._processes = processes
         # A sharded model samples from a whole copy: a step for a token would gather all weights.
-        self._llama = llama if processes.mesh is None else processes.whole_copy(llama)
+        self._llama = llama if processes.mesh is None else processes.new_sampler_copy(llama)
         self._end_token = end_token
         self._generator = generator
 
@@ -72,7 +72,7 @@ class Sampler:
             temperature: at least 0.
         """
         if self._llama is not self._source:
-            copy_whole(self._source, self._llama)
+            sync_full_weights(self._source, self._llama)
         per_batch = max(1, self.config.max_batch_size // num_each)
         seed = self._generator.initial_seed()
         processes = self._processes

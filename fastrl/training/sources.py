@@ -6,7 +6,7 @@ from fastrl.config.base import UserError
 from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.documents import Document
-from fastrl.training.context import Parts
+from fastrl.training.context import RunContext
 from fastrl.training.order import ShuffledItems
 from fastrl.training.rollout_sources import FileRollouts, Rollouts, RolloutSource, SampledRollouts
 
@@ -18,11 +18,11 @@ class SupervisedDocuments:
         UserError: a problem has no answer, or holds a character that the tokenizer lacks.
     """
 
-    def __init__(self, config: SupervisedPhaseConfig, parts: Parts, seed: str) -> None:
-        assert parts.environment is not None
-        tokenizer = parts.tokenizer
+    def __init__(self, config: SupervisedPhaseConfig, context: RunContext, seed: str) -> None:
+        assert context.environment is not None
+        tokenizer = context.tokenizer
         documents = []
-        for problem in parts.environment.train:
+        for problem in context.environment.train:
             if problem.answer is None:
                 raise UserError(
                     "a supervised phase needs answers, but the environment gives none for "
@@ -40,14 +40,14 @@ class SupervisedDocuments:
         return Rollouts(self.items.take(self._number), {}, [])
 
 
-def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
+def build_source(config: RunConfig, index: int, context: RunContext) -> RolloutSource:
     """Returns where a phase gets its documents; of files, all is read and checked.
 
     Raises:
         UserError: rollout files that cannot be used, problems without what the phase needs, or
             documents that can be longer than a micro-batch.
     """
-    source = _source(config, index, parts)
+    source = _source(config, index, context)
     most = config.phases[index].max_tokens_per_micro_batch
     if source.longest > most:
         raise UserError(
@@ -57,18 +57,23 @@ def build_source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
     return source
 
 
-def _source(config: RunConfig, index: int, parts: Parts) -> RolloutSource:
+def _source(config: RunConfig, index: int, context: RunContext) -> RolloutSource:
     phase, seed = config.phases[index], phase_seed(config, index)
     if isinstance(phase, SupervisedPhaseConfig):
-        return SupervisedDocuments(phase, parts, seed)
+        return SupervisedDocuments(phase, context, seed)
     if isinstance(phase.rollouts, FileRolloutsConfig):
-        vocab_size = parts.llama.config.vocab_size
+        vocab_size = context.llama.config.vocab_size
         assert vocab_size is not None
         losses = list(config.losses_of(phase).values())
         return FileRollouts(phase.rollouts, phase.advantage, losses, vocab_size, seed)
-    assert parts.environment is not None
+    assert context.environment is not None
     return SampledRollouts(
-        phase.rollouts, phase.advantage, parts.environment, parts.tokenizer, parts.sampler, seed
+        phase.rollouts,
+        phase.advantage,
+        context.environment,
+        context.tokenizer,
+        context.sampler,
+        seed,
     )
 
 

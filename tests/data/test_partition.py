@@ -7,7 +7,7 @@ from math import isnan, nan
 import pytest
 
 from fastrl import Document, TokenBatch
-from fastrl.data.partition import packs_of_rank
+from fastrl.data.partition import micro_batches_of_rank
 
 
 def document(group: str, reward: float | None) -> Document:
@@ -26,7 +26,7 @@ def document(group: str, reward: float | None) -> Document:
 @pytest.mark.parametrize("rewards", [(1.0,), (None, 1.0), (None, nan, 1.0), (None, None)])
 def test_every_rank_carries_the_same_columns(rewards: tuple[float | None, ...]) -> None:
     documents = [document(str(number), reward) for number, reward in enumerate(rewards)]
-    ranks = [packs_of_rank(documents, rank, 3, max_tokens=3) for rank in range(3)]
+    ranks = [micro_batches_of_rank(documents, rank, 3, max_tokens=3) for rank in range(3)]
     assert len({len(packs) for packs in ranks}) == 1
     batches = [TokenBatch.from_documents(pack) for packs in ranks for pack in packs]
     assert sum(batch.num_labels for batch in batches) == 2 * len(rewards)

@@ -296,7 +296,7 @@ def assemble(
             return over_tensor(name)
         return sum_of([torch.cat([getattr(at[d, s, t], name) for t in tensor]) for d, s in outer])
 
-    if layout.splits_tokens:
+    if layout.head_splits_tokens:
         loss = sum_of([result.loss for result in results])
     else:
         loss = over_tensor("loss")

@@ -25,7 +25,7 @@ class Ranks:
         return self.data * self.sequence_data * self.tensor
 
     @property
-    def splits_tokens(self) -> bool:
+    def head_splits_tokens(self) -> bool:
         """Whether the tensor ranks hold different tokens in the head."""
         return self.sequence_parallel and not self.vocabulary_parallel
 

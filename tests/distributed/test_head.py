@@ -73,7 +73,7 @@ FEW_RUNS = (
 
 def runs_on(layout: Ranks, names: Iterable[str]) -> tuple[str, ...]:
     """The runs that there are: chunks of whole documents need documents on one rank."""
-    shared = layout.sequence_data > 1 or layout.splits_tokens
+    shared = layout.sequence_data > 1 or layout.head_splits_tokens
     return tuple(name for name in names if not (shared and name == "gspo-single_pass"))
 
 
@@ -81,7 +81,7 @@ def strategy_on(layout: Ranks, run: HeadRun) -> str:
     """The strategy that a run takes: it is that of its name, so that all of them are tested."""
     if run.strategy != "auto":
         return run.strategy
-    shared = layout.sequence_data > 1 or layout.splits_tokens
+    shared = layout.sequence_data > 1 or layout.head_splits_tokens
     return "recompute" if shared and "gspo" in dict(run.losses) else "single_pass"
 
 
@@ -152,13 +152,13 @@ def sum_over_ranks(part: float) -> float:
     groups = Ranks(1, 1, 4, sequence_parallel=True, vocabulary_parallel=False).groups()
     labels = torch.zeros(4, dtype=torch.int64)
     hidden, weight = torch.zeros(4, 1), torch.zeros(1, 1)
-    problem = check_inputs(
+    call = check_inputs(
         hidden, weight, labels, bias=None, transform=LogitTransform(), vocab_size=None,
         weight_rows=None, groups=ParallelGroups(sp=groups.sp), chunk_size=None,
         max_logits_bytes=1, entropy=False, rows=None,
     )  # fmt: skip
     mine = torch.full((1, 1), part if dist.get_rank() else 256.0, dtype=torch.bfloat16)
-    total = problem.finish_weight_gradient(mine, torch.bfloat16)
+    total = call.finish_weight_gradient(mine, torch.bfloat16)
     assert total is not None
     return total.item()
 

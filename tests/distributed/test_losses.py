@@ -139,7 +139,7 @@ def assemble(layout: Ranks, results: list[Result]) -> Result:
     losses, hidden, weights, biases = [], [], [], []
     for s in range(layout.sequence_data):
         parts = [at[s, t] for t in tensor]
-        losses += [part.loss for part in (parts if layout.splits_tokens else parts[:1])]
+        losses += [part.loss for part in (parts if layout.head_splits_tokens else parts[:1])]
         hidden.append(
             torch.cat([part.grad_hidden for part in parts])
             if layout.sequence_parallel

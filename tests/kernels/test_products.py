@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import kernels
 from fastrl.functional.head.call import check_inputs
-from fastrl.functional.head.single_pass import linear_loss
+from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
@@ -49,7 +49,7 @@ def run(
 ) -> list[Tensor]:
     """Log-probabilities and gradients, with an upstream gradient that is not 1."""
     case = tensors.case
-    problem = check_inputs(
+    call = check_inputs(
         tensors.hidden_states, tensors.weight, tensors.labels, bias=tensors.bias,
         transform=LogitTransform(tensors.temperature, case.softcap, case.logit_scale),
         vocab_size=case.vocab_size, weight_rows=weight_rows, groups=groups, chunk_size=None,
@@ -59,16 +59,16 @@ def run(
     weights = weights if entropy else [weights[0], weights[2]]
     inputs = (tensors.hidden_states, tensors.weight, tensors.bias)
     if strategy == "recompute":
-        statistics = streaming_logprobs(*inputs, problem, None)
+        statistics = streaming_logprobs(*inputs, call, None)
         loss = value(statistics, weights)
     else:
-        count = len(problem.rows)
+        count = len(call.rows)
         ends = [count] if count < 2 or strategy == "one_chunk" else [count // 2, count]
-        compact = [w[problem.rows] for w in weights]
-        loss, statistics = linear_loss(
-            *inputs, problem,
+        compact = [w[call.rows] for w in weights]
+        loss, statistics = single_pass(
+            *inputs, call,
             lambda part, start, stop: value(part, [w[start:stop] for w in compact]),
-            gradient_rows=problem.rows, chunk_ends=ends,
+            gradient_rows=call.rows, chunk_ends=ends,
         )  # fmt: skip
     return [statistics.logprobs, *torch.autograd.grad(-1.7 * loss, tensors.inputs)]
 

@@ -10,7 +10,7 @@ import torch
 from fastrl.config import RunConfig, parse_config
 from fastrl.config.yaml_text import dump_yaml, parse_yaml
 from fastrl.training.checkpoint import latest_checkpoint
-from fastrl.training.context import Parts, build_parts
+from fastrl.training.context import RunContext, build_context
 
 TINY = """
 seed: 3
@@ -47,10 +47,10 @@ def tiny(*overrides: str) -> RunConfig:
     return parse_config(RunConfig, parse_yaml(TINY), overrides)
 
 
-def tiny_parts(*overrides: str) -> tuple[RunConfig, Parts]:
+def tiny_context(*overrides: str) -> tuple[RunConfig, RunContext]:
     """The config and what is built from it."""
     config = tiny(*overrides)
-    return config, build_parts(config)
+    return config, build_context(config)
 
 
 def write_tiny(folder: Path, changes: dict[str, Any] | None = None) -> Path:

@@ -35,7 +35,7 @@ def test_sampling_evaluation_and_updates_use_no_default_device(
         (Phase, "_update"),
         (phases, "evaluated"),
         (phases, "frozen_copy"),
-        (phases, "whole_state"),
+        (phases, "full_state"),
     )
     for holder, name in replaced:
         monkeypatch.setattr(holder, name, on_meta(name, getattr(holder, name)))

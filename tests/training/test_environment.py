@@ -12,7 +12,7 @@ from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import SampledRollouts
 from fastrl.training.sources import SupervisedDocuments
-from tests.training.runs import tiny_parts
+from tests.training.runs import tiny_context
 
 
 def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:
@@ -38,10 +38,10 @@ def test_heldout_prompts_are_different_and_not_trained_on() -> None:
 
 
 def test_what_training_reads_is_not_held_out() -> None:
-    config, parts = tiny_parts()
-    assert parts.environment is not None
-    heldout = {tuple(parts.tokenizer.encode(p.prompt)) for p in parts.environment.heldout}
-    supervised, rl = (Phase(config, index, parts).source for index in (0, 1))
+    config, context = tiny_context()
+    assert context.environment is not None
+    heldout = {tuple(context.tokenizer.encode(p.prompt)) for p in context.environment.heldout}
+    supervised, rl = (Phase(config, index, context).source for index in (0, 1))
     assert isinstance(supervised, SupervisedDocuments)
     assert isinstance(rl, SampledRollouts)
     prompts = set()
@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_one_message(changes: dict[str, Any], message: str)
 def test_a_task_without_answers_cannot_be_learned_by_supervision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, parts = tiny_parts()
-    assert parts.environment is not None
-    monkeypatch.setattr(parts.environment, "train", (Problem("1 + 1 =", None, {}),))
+    config, context = tiny_context()
+    assert context.environment is not None
+    monkeypatch.setattr(context.environment, "train", (Problem("1 + 1 =", None, {}),))
     with pytest.raises(UserError, match="a supervised phase needs answers"):
-        Phase(config, 0, parts)
+        Phase(config, 0, context)

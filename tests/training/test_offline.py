@@ -15,7 +15,7 @@ from fastrl.data.rollouts import read_rollouts
 from fastrl.training.log_files import read_metrics
 from fastrl.training.phases import Phase
 from tests.training.conftest import FinishedRun
-from tests.training.runs import final_weights, tiny_parts
+from tests.training.runs import final_weights, tiny_context
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 
@@ -86,13 +86,13 @@ def test_columns_of_a_file_by_name(tmp_path: Path) -> None:
     files = {"type": "files", "paths": [str(rollouts)], "documents_per_step": 2}
     named = files | {"ignore": ["source"], "reward_columns": {"right": 1.0, "form": 0.25}}
     overrides = ["phases.1.advantage.scale=none", f"phases.1.rollouts={json.dumps(named)}"]
-    config, parts = tiny_parts("environment.heldout_prompts=1", *overrides)
-    step = Phase(config, 1, parts).source.next()
+    config, context = tiny_context("environment.heldout_prompts=1", *overrides)
+    step = Phase(config, 1, context).source.next()
     assert sorted(document.reward or 0.0 for document in step.documents) == [0.25, 1.0]
     files["ignore"] = ["source", "tokens"]
-    config, parts = tiny_parts(f"phases.1.rollouts={json.dumps(files)}")
+    config, context = tiny_context(f"phases.1.rollouts={json.dumps(files)}")
     with pytest.raises(UserError, match=r"must not name \['tokens'\], which are read"):
-        Phase(config, 1, parts)
+        Phase(config, 1, context)
 
 
 def test_a_checkpoint_that_is_not_there_is_one_message(

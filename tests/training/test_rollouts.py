@@ -14,7 +14,7 @@ from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import Rollouts, split_groups
-from tests.training.runs import tiny_parts
+from tests.training.runs import tiny_context
 
 
 def _documents(num_groups: int = 4) -> list[Document]:
@@ -33,10 +33,10 @@ def _documents(num_groups: int = 4) -> list[Document]:
 
 def _phase(paths: list[Path], *overrides: str) -> Phase:
     rollouts = json.dumps({"type": "files", "paths": [str(path) for path in paths]})
-    config, parts = tiny_parts(
+    config, context = tiny_context(
         "environment.heldout_prompts=1", f"phases.1.rollouts={rollouts}", *overrides
     )
-    return Phase(config, 1, parts)
+    return Phase(config, 1, context)
 
 
 def _steps(phase: Phase, number: int) -> list[Rollouts]:
@@ -154,11 +154,11 @@ def test_documents_that_may_be_longer_than_a_micro_batch_are_refused(
     index: int, longest: int
 ) -> None:
     key = f"phases.{index}.max_tokens_per_micro_batch"
-    config, parts = tiny_parts("environment.heldout_prompts=1", f"{key}={longest}")
-    Phase(config, index, parts)
-    config, parts = tiny_parts("environment.heldout_prompts=1", f"{key}={longest - 1}")
+    config, context = tiny_context("environment.heldout_prompts=1", f"{key}={longest}")
+    Phase(config, index, context)
+    config, context = tiny_context("environment.heldout_prompts=1", f"{key}={longest - 1}")
     with pytest.raises(UserError, match=f"`{key}` must be at least {longest}"):
-        Phase(config, index, parts)
+        Phase(config, index, context)
 
 
 def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path: Path) -> None:

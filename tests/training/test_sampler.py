@@ -11,13 +11,13 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
 from fastrl.training.phases import evaluated
 from fastrl.training.sampler import Completion, Sampler
-from tests.training.runs import tiny_parts
+from tests.training.runs import tiny_context
 
 PROMPTS = [[5, 12, 3], [7], [1, 2, 3, 4, 5, 6, 7], [9, 9]]
 
 
 def _sampler(*overrides: str) -> Sampler:
-    sampler = tiny_parts("environment.heldout_prompts=1", *overrides)[1].sampler
+    sampler = tiny_context("environment.heldout_prompts=1", *overrides)[1].sampler
     sampler._generator.manual_seed(1)
     return sampler
 

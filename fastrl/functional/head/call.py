@@ -26,7 +26,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class HeadProblem:
+class HeadCall:
     """What the strategies need beside the differentiable tensors."""
 
     labels: Tensor  # [T]
@@ -46,7 +46,7 @@ class HeadProblem:
         return self.labels.shape[0]
 
     @property
-    def _splits_tokens(self) -> bool:
+    def gathers_hidden_states(self) -> bool:
         """Whether hidden states are a slice of tokens whose logits need every tp rank."""
         return self.groups.tp is not None and self.groups.sp is not None
 
@@ -61,7 +61,7 @@ class HeadProblem:
 
     def gather_hidden(self, hidden_states: Tensor) -> Tensor:
         """[T, D]: all tokens' hidden states, gathered over `sp` where they are sharded."""
-        if not self._splits_tokens:
+        if not self.gathers_hidden_states:
             return hidden_states
         assert self.groups.sp is not None
         return gather_first_dim(hidden_states, self.groups.sp)
@@ -73,7 +73,7 @@ class HeadProblem:
         parts = gather_first_dim(statistics, self.groups.tp)
         return merge_running_statistics(parts.view(group_size(self.groups.tp), *statistics.shape))
 
-    def active_rows(self, rows: Tensor, *grads: Tensor | None) -> Tensor:  # [R], [T] each
+    def rows_with_gradient(self, rows: Tensor, *grads: Tensor | None) -> Tensor:  # [R], [T] each
         """Those of `rows` at which an upstream gradient is not 0; all, unless told to drop them.
 
         Waits for the device. One all-reduce over `tp`: ranks whose gradients differ in the last bit
@@ -127,8 +127,8 @@ def check_inputs(
     entropy: bool,
     rows: Tensor | None,
     drop_inactive_rows: bool = False,
-) -> HeadProblem:
-    """The problem, or a ValueError (TypeError) that names the argument that does not fit."""
+) -> HeadCall:
+    """The call, or a ValueError (TypeError) that names the argument that does not fit."""
     groups = groups or ParallelGroups()
     _check_tensors(hidden_states, weight, bias)
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
@@ -157,7 +157,7 @@ def check_inputs(
         raise ValueError(f"`chunk_size` must be at least 1 row or None, got {chunk_size}.")
     if max_logits_bytes < 1:
         raise ValueError(f"`max_logits_bytes` must be positive, got {max_logits_bytes}.")
-    return HeadProblem(
+    return HeadCall(
         labels=labels,
         rows=(labels != -100).nonzero()[:, 0] if rows is None else rows,
         transform=transform,

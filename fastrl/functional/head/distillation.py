@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.full_rows import (
-    linear_rows,
+    full_rows,
     row_logsumexp,
     to_columns,
     vocabulary_sum,
@@ -44,18 +44,18 @@ class Teacher:
     logit_scale: float = 1.0
 
 
-def linear_divergence(
+def teacher_divergence(
     hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
     weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
     bias: Tensor | None,  # [V] or [V_local]
-    problem: HeadProblem,
+    call: HeadCall,
     teacher: Teacher,
     divergence: Divergence,
     beta: float | None = None,
 ) -> Tensor:  # [T]
     """The divergence of each labelled token in nats, 0 at others; differentiable in the student.
 
-    With S the student's and T the teacher's distribution at the temperature of the problem:
+    With S the student's and T the teacher's distribution at the temperature of the call:
 
         forward_kl      sum T (log T - log S)           dz = S - T
         reverse_kl      sum S (log S - log T)           dz = S (log S - log T - divergence)
@@ -66,7 +66,7 @@ def linear_divergence(
         hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
         weight: the student's.
         bias: the student's.
-        problem: from `check_inputs`.
+        call: from `check_inputs`.
         teacher: gets no gradient.
         divergence: which.
         beta: only for `jensen_shannon`.
@@ -75,11 +75,11 @@ def linear_divergence(
         ValueError: the teacher's tensors do not fit the student's, or its cap is not positive.
     """
     _check_teacher(teacher, hidden_states, weight)
-    tp = problem.groups.tp
-    teacher_hidden = problem.gather_hidden(teacher.hidden_states.detach())
-    transform = LogitTransform(problem.transform.temperature, teacher.softcap, teacher.logit_scale)
+    tp = call.groups.tp
+    teacher_hidden = call.gather_hidden(teacher.hidden_states.detach())
+    transform = LogitTransform(call.transform.temperature, teacher.softcap, teacher.logit_scale)
     teacher_bias = None if teacher.bias is None else teacher.bias.detach()
-    tile = replace(problem.tile(None, 0, weight.shape[0]), bias=teacher_bias)
+    tile = replace(call.tile(None, 0, weight.shape[0]), bias=teacher_bias)
 
     def value(z: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
@@ -91,7 +91,7 @@ def linear_divergence(
         per_token = column_divergence(log_s, log_t, divergence, beta).sum(1)
         return vocabulary_sum(per_token, tp)[None]
 
-    return linear_rows(hidden_states, weight, bias, problem, value, 1)[0]
+    return full_rows(hidden_states, weight, bias, call, value, 1)[0]
 
 
 def column_divergence(

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.full_rows import (
+    full_rows,
     label_logits,
-    linear_rows,
     row_logsumexp,
     row_maximum,
     to_columns,
@@ -22,11 +22,11 @@ StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")
 
 
-def linear_statistics(
+def extra_statistics(
     hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
     weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
     bias: Tensor | None,  # [V] or [V_local]
-    problem: HeadProblem,
+    call: HeadCall,
     names: Collection[str],
     *,
     gradient_rows: Tensor | None = None,  # [G]
@@ -37,7 +37,7 @@ def linear_statistics(
         sum_squares = sum_v p_v^2                dz = 2 p (p - sum_squares)
         is_argmax = z[label] >= max_v z_v        bool, no gradient
 
-    In a pass of its own over the logits, a chunk of rows at a time (`linear_rows`).
+    In a pass of its own over the logits, a chunk of rows at a time (`full_rows`).
 
     Raises:
         ValueError: a name is not known.
@@ -48,28 +48,28 @@ def linear_statistics(
     wanted = [name for name in STATISTIC_NAMES if name in names]
     if not wanted:
         return {}
-    tp = problem.groups.tp
-    tile = problem.tile(bias, 0, weight.shape[0])
+    tp = call.groups.tp
+    tile = call.tile(bias, 0, weight.shape[0])
 
     def statistics(z: Tensor, rows: Tensor) -> Tensor:
         values: list[Tensor] = []
         for name in wanted:
             if name == "mean_logit":
-                values.append(vocabulary_sum(z.sum(1), tp) / problem.vocab_size)
+                values.append(vocabulary_sum(z.sum(1), tp) / call.vocab_size)
             elif name == "sum_squares":
                 logsumexp = to_columns(row_logsumexp(z, tp), tp)
                 squares = (2 * (z - logsumexp[:, None])).exp()
                 values.append(vocabulary_sum(squares.sum(1), tp))
             else:
-                label = label_logits(z.detach(), problem.labels[rows], tile, tp)
+                label = label_logits(z.detach(), call.labels[rows], tile, tp)
                 values.append((label >= row_maximum(z, tp)).to(z.dtype))
         return torch.stack(values)
 
-    outputs = linear_rows(
+    outputs = full_rows(
         hidden_states,
         weight,
         bias,
-        problem,
+        call,
         statistics,
         len(wanted),
         gradient_rows=gradient_rows,

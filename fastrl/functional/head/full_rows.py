@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadProblem, scatter_rows
+from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul
 from fastrl.functional.head.tiling import even_chunk, spans
@@ -31,29 +31,29 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]
 _TENSORS_PER_CHUNK = 8
 
 
-def linear_rows(
+def full_rows(
     hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
     weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
     bias: Tensor | None,  # [V] or [V_local]
-    problem: HeadProblem,
+    call: HeadCall,
     function: RowFunction,
     num_outputs: int,
     *,
     gradient_rows: Tensor | None = None,  # [G]
 ) -> Tensor:  # [K, T]
-    """`function` of the logits of the rows of `problem`; 0 and without gradient elsewhere.
+    """`function` of the logits of the rows of `call`; 0 and without gradient elsewhere.
 
     Args:
         hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
         weight: the head's weight.
         bias: the head's bias.
-        problem: from `check_inputs`: layout, transform, bounds and rows.
+        call: from `check_inputs`: layout, transform, bounds and rows.
         function: differentiable in z; nothing of the logits may outlive it.
         num_outputs: K.
         gradient_rows: the subset of rows that can have a non-zero gradient, if known.
     """
-    outputs: Tensor = _LinearRows.apply(
-        hidden_states, weight, bias, problem, function, num_outputs, gradient_rows
+    outputs: Tensor = _FullRows.apply(
+        hidden_states, weight, bias, call, function, num_outputs, gradient_rows
     )
     return outputs
 
@@ -142,7 +142,7 @@ class _ToColumns(torch.autograd.Function):
         return grad, None
 
 
-class _LinearRows(torch.autograd.Function):
+class _FullRows(torch.autograd.Function):
     @staticmethod
     @exactly
     def forward(
@@ -150,41 +150,41 @@ class _LinearRows(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: HeadProblem,
+        call: HeadCall,
         function: RowFunction,
         num_outputs: int,
         gradient_rows: Tensor | None,
     ) -> Tensor:
-        hidden = problem.gather_hidden(hidden_states)
+        hidden = call.gather_hidden(hidden_states)
         dtype = compute_dtype(weight.dtype)
-        outputs = torch.empty(num_outputs, problem.rows.shape[0], dtype=dtype, device=weight.device)
-        for chunk in _chunks(problem, problem.rows, weight):
-            rows = problem.rows[chunk]
+        outputs = torch.empty(num_outputs, call.rows.shape[0], dtype=dtype, device=weight.device)
+        for chunk in _chunks(call, call.rows, weight):
+            rows = call.rows[chunk]
             products = matmul(hidden[rows], weight.t())
-            outputs[:, chunk] = function(_logits(products, bias, problem, rows), rows)
-        ctx.problem, ctx.function = problem, function
-        ctx.gradient_rows = problem.rows if gradient_rows is None else gradient_rows
+            outputs[:, chunk] = function(_logits(products, bias, call, rows), rows)
+        ctx.call, ctx.function = call, function
+        ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.save_for_backward(hidden_states, weight, bias)
-        return scatter_rows(outputs.t(), problem.rows, problem.num_tokens).t()
+        return scatter_rows(outputs.t(), call.rows, call.num_tokens).t()
 
     @staticmethod
     @first_order
     @exactly
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight, bias = ctx.saved_tensors
-        problem: HeadProblem = ctx.problem
-        hidden = problem.gather_hidden(hidden_states)
+        call: HeadCall = ctx.call
+        hidden = call.gather_hidden(hidden_states)
         dtype = compute_dtype(weight.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = HiddenGradient(problem, hidden_states) if needs_hidden else None
+        grad_hidden = HiddenGradient(call, hidden_states) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        gradient_rows = problem.active_rows(ctx.gradient_rows, *grads[0])
-        for chunk in _chunks(problem, gradient_rows, weight):
+        gradient_rows = call.rows_with_gradient(ctx.gradient_rows, *grads[0])
+        for chunk in _chunks(call, gradient_rows, weight):
             rows = gradient_rows[chunk]
             with torch.enable_grad():
                 products = matmul(hidden[rows], weight.t()).detach().requires_grad_()
-                outputs = ctx.function(_logits(products, bias, problem, rows), rows)
+                outputs = ctx.function(_logits(products, bias, call, rows), rows)
             (grad,) = torch.autograd.grad(outputs, products, grads[0][:, rows])
             if grad_hidden is not None:
                 grad_hidden.write(rows, matmul(grad, weight.to(dtype)))
@@ -194,26 +194,26 @@ class _LinearRows(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         return (
             None if grad_hidden is None else grad_hidden.finish(),
-            problem.finish_weight_gradient(grad_weight, weight.dtype),
-            problem.finish_weight_gradient(grad_bias, weight.dtype),
+            call.finish_weight_gradient(grad_weight, weight.dtype),
+            call.finish_weight_gradient(grad_bias, weight.dtype),
             *[None] * 4,
         )
 
 
-def _logits(products: Tensor, bias: Tensor | None, problem: HeadProblem, rows: Tensor) -> Tensor:
+def _logits(products: Tensor, bias: Tensor | None, call: HeadCall, rows: Tensor) -> Tensor:
     """z of the columns that belong to the vocabulary."""
     if bias is not None:
         bias = bias.detach()
-    tile = problem.tile(bias, 0, products.shape[1])
-    return transformed(products, problem.transform.rows(rows), tile)[0]
+    tile = call.tile(bias, 0, products.shape[1])
+    return transformed(products, call.transform.rows(rows), tile)[0]
 
 
-def _chunks(problem: HeadProblem, rows: Tensor, weight: Tensor) -> list[slice]:
+def _chunks(call: HeadCall, rows: Tensor, weight: Tensor) -> list[slice]:
     """Even chunks of rows; of as many rows on every rank that shares the vocabulary."""
-    columns = -(-problem.vocab_size // group_size(problem.groups.tp))
+    columns = -(-call.vocab_size // group_size(call.groups.tp))
     itemsize = compute_dtype(weight.dtype).itemsize * _TENSORS_PER_CHUNK
-    most = max(problem.max_logits_bytes // (itemsize * columns), 1)
-    if problem.chunk_size is not None:
-        most = min(most, problem.chunk_size)
+    most = max(call.max_logits_bytes // (itemsize * columns), 1)
+    if call.chunk_size is not None:
+        most = min(most, call.chunk_size)
     total = rows.shape[0]
     return [slice(start, stop) for start, stop in spans(total, even_chunk(total, most))]

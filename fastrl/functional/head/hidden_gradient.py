@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.matmul import compute_dtype
 from fastrl.kernels import can_run
 from fastrl.parallel import start_reduce_scatter
@@ -21,14 +21,14 @@ class HiddenGradient:
     comes after `write`, the product for the weight's gradient.
     """
 
-    def __init__(self, problem: HeadProblem, hidden_states: Tensor) -> None:
-        self._groups = problem.groups
+    def __init__(self, call: HeadCall, hidden_states: Tensor) -> None:
+        self._groups = call.groups
         self._dtype = hidden_states.dtype
-        self._splits_tokens = problem.groups.tp is not None and problem.groups.sp is not None
+        self._gathers_hidden_states = call.groups.tp is not None and call.groups.sp is not None
         self._total = torch.zeros(
-            problem.num_tokens,
+            call.num_tokens,
             hidden_states.shape[1],
-            dtype=compute_dtype(self._dtype) if self._splits_tokens else self._dtype,
+            dtype=compute_dtype(self._dtype) if self._gathers_hidden_states else self._dtype,
             device=hidden_states.device,
         )
         self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values
@@ -41,7 +41,7 @@ class HiddenGradient:
         factors: Tensor | None = None,  # [R] in compute_dtype
     ) -> None:
         """Sets the rows to factors[:, None] * values; destroys `values`."""
-        if self._groups.tp is None or self._splits_tokens:
+        if self._groups.tp is None or self._gathers_hidden_states:
             self._scatter(rows, values, factors)
             return
         self._receive()
@@ -53,7 +53,7 @@ class HiddenGradient:
 
     def end(self) -> None:
         """Says that all rows are written, so that they can be sent while other work goes on."""
-        if self._splits_tokens and self._part is None:
+        if self._gathers_hidden_states and self._part is None:
             assert self._groups.sp is not None
             self._part = start_reduce_scatter(self._total, self._groups.sp)
 

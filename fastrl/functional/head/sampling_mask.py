@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.call import HeadProblem
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.full_rows import (
+    full_rows,
     label_logits,
-    linear_rows,
     row_logsumexp,
     row_maximum,
     to_columns,
@@ -41,11 +41,11 @@ class KeepSet:
     tokens: Tensor | None = None
 
 
-def linear_kept_logprobs(
+def masked_logprobs(
     hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
     weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
     bias: Tensor | None,  # [V] or [V_local]
-    problem: HeadProblem,
+    call: HeadCall,
     keep: KeepSet,
     *,
     gradient_rows: Tensor | None = None,  # [G]
@@ -63,20 +63,20 @@ def linear_kept_logprobs(
         hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
         weight: the head's weight.
         bias: the head's bias.
-        problem: from `check_inputs`.
+        call: from `check_inputs`.
         keep: which entries.
         gradient_rows: the subset of rows that can have a non-zero gradient, if known.
 
     Returns:
         logprobs, entropy and logsumexp [T] of the renormalised distribution; 0 without label.
     """
-    tp = problem.groups.tp
-    tile = problem.tile(bias, 0, weight.shape[0])
+    tp = call.groups.tp
+    tile = call.tile(bias, 0, weight.shape[0])
 
     def statistics(z: Tensor, rows: Tensor) -> Tensor:
-        labels = problem.labels[rows]
+        labels = call.labels[rows]
         with torch.no_grad():
-            kept = kept_columns(z.detach(), keep, problem, rows)
+            kept = kept_columns(z.detach(), keep, call, rows)
             kept = kept | _label_mask(z, labels, tile)
         # -inf has probability 0 and no gradient; 0 stands for it where it would meet a product.
         inside = torch.where(kept, z, -torch.inf)
@@ -87,8 +87,8 @@ def linear_kept_logprobs(
         logprobs = label_logits(z, labels, tile, tp) - logsumexp
         return torch.stack([logprobs, entropy, logsumexp])
 
-    outputs = linear_rows(
-        hidden_states, weight, bias, problem, statistics, 3, gradient_rows=gradient_rows
+    outputs = full_rows(
+        hidden_states, weight, bias, call, statistics, 3, gradient_rows=gradient_rows
     )
     return TokenStatistics(*outputs.unbind())
 
@@ -96,13 +96,13 @@ def linear_kept_logprobs(
 def kept_columns(
     z: Tensor,  # [R, S]
     keep: KeepSet,
-    problem: HeadProblem,
+    call: HeadCall,
     rows: Tensor,  # [R]
 ) -> Tensor:  # [R, S]
     """Which of this rank's columns are in the keep-set, labels aside."""
-    tp = problem.groups.tp
+    tp = call.groups.tp
     if keep.tokens is not None:
-        return _recorded(z, keep.tokens[rows], problem.first_column)
+        return _recorded(z, keep.tokens[rows], call.first_column)
     kept = z > -torch.inf
     keys = ordered_keys(z)
     if keep.top_k is not None:

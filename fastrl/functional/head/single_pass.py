@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadProblem, scatter_rows
+from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import compute_dtype
 from fastrl.functional.head.tile_ops import LogitsChunk
@@ -30,25 +30,25 @@ from fastrl.kernels import can_run
 ChunkLoss = Callable[[TokenStatistics, int, int], Tensor]
 
 
-def linear_loss(
+def single_pass(
     hidden_states: Tensor,  # [T, D]
     weight: Tensor,  # [V, D]
     bias: Tensor | None,  # [V]
-    problem: HeadProblem,
+    call: HeadCall,
     loss: ChunkLoss,
     *,
-    gradient_rows: Tensor,  # [G] subset of problem.rows
+    gradient_rows: Tensor,  # [G] subset of call.rows
     chunk_ends: Sequence[int],
 ) -> tuple[Tensor, TokenStatistics]:
-    """Sum of `loss` over chunks of rows, and the detached statistics of `problem.rows`.
+    """Sum of `loss` over chunks of rows, and the detached statistics of `call.rows`.
 
     Args:
         hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
         weight: the head's weight.
         bias: the head's bias.
-        problem: from `check_inputs`; the statistics of all its rows are returned.
+        call: from `check_inputs`; the statistics of all its rows are returned.
         loss: called once a chunk with statistics that require gradient; only sums over rows.
-        gradient_rows: rows that the loss sees. `problem.rows` outside of them are known to have
+        gradient_rows: rows that the loss sees. `call.rows` outside of them are known to have
             neither loss nor gradient, and only get a forward.
         chunk_ends: cumulative number of gradient rows at the end of each chunk (`chunk_rows`).
 
@@ -57,13 +57,13 @@ def linear_loss(
         upstream gradient, and the statistics [T].
     """
     chunk_spans = list(zip([0, *chunk_ends[:-1]], chunk_ends, strict=True)) if chunk_ends else []
-    total, logprobs, entropy, logsumexp = _LinearLoss.apply(
-        hidden_states, weight, bias, problem, loss, gradient_rows, chunk_spans
+    total, logprobs, entropy, logsumexp = _SinglePassLoss.apply(
+        hidden_states, weight, bias, call, loss, gradient_rows, chunk_spans
     )
     return total, TokenStatistics(logprobs, entropy, logsumexp)
 
 
-class _LinearLoss(torch.autograd.Function):
+class _SinglePassLoss(torch.autograd.Function):
     """Forms all gradients in the forward; the backward scales them."""
 
     @staticmethod
@@ -73,15 +73,13 @@ class _LinearLoss(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: HeadProblem,
+        call: HeadCall,
         loss: ChunkLoss,
         gradient_rows: Tensor,
         chunk_spans: list[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         needs = ctx.needs_input_grad[:3]
-        run = _SinglePass(
-            hidden_states, weight, bias, problem, gradient_rows, needs, len(chunk_spans)
-        )
+        run = _SinglePass(hidden_states, weight, bias, call, gradient_rows, needs, len(chunk_spans))
         for start, stop in chunk_spans:
             run.chunk(start, stop, loss)
         ctx.gradients = run.gradients()
@@ -117,18 +115,18 @@ class _SinglePass:
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: HeadProblem,
+        call: HeadCall,
         gradient_rows: Tensor,
         needs: Sequence[bool],
         num_chunks: int,
     ) -> None:
-        self.hidden = problem.gather_hidden(hidden_states)
-        self.weight, self.bias, self.problem = weight, bias, problem
+        self.hidden = call.gather_hidden(hidden_states)
+        self.weight, self.bias, self.call = weight, bias, call
         self.rows = gradient_rows
         self.dtype = compute_dtype(weight.dtype)
         self.loss = torch.zeros((), dtype=self.dtype, device=weight.device)
         self.parts: list[TokenStatistics] = []
-        self.grad_hidden = HiddenGradient(problem, hidden_states) if needs[0] else None
+        self.grad_hidden = HiddenGradient(call, hidden_states) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
             # One chunk is one product, which sums in fp32 inside; several are added up in fp32.
@@ -145,7 +143,7 @@ class _SinglePass:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, in their dtypes."""
-        finish = self.problem.finish_weight_gradient
+        finish = self.call.finish_weight_gradient
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
             finish(self.grad_weight, self.weight.dtype),
@@ -159,13 +157,13 @@ class _SinglePass:
         logits = LogitsChunk(
             hidden,
             self.weight,
-            self.problem.labels[rows],
-            self.problem.transform.rows(rows),
-            self.problem.tile(self.bias, 0, self.weight.shape[0]),
-            entropy=self.problem.entropy,
+            self.call.labels[rows],
+            self.call.transform.rows(rows),
+            self.call.tile(self.bias, 0, self.weight.shape[0]),
+            entropy=self.call.entropy,
         )
-        running = self.problem.merge_over_vocabulary(logits.running)
-        statistics = finish_statistics(running, self.problem.entropy)
+        running = self.call.merge_over_vocabulary(logits.running)
+        statistics = finish_statistics(running, self.call.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
         self.loss += value
@@ -182,23 +180,23 @@ class _SinglePass:
             self.grad_bias += grad_logits.column_sums()
 
     def all_statistics(self) -> TokenStatistics:
-        """Statistics [T] of all the problem's rows; those without gradient get a forward now."""
-        problem = self.problem
+        """Statistics [T] of all the call's rows; those without gradient get a forward now."""
+        call = self.call
         empty = new_running_statistics(0, self.dtype, self.hidden.device)
-        parts = self.parts or [finish_statistics(empty, problem.entropy)]
+        parts = self.parts or [finish_statistics(empty, call.entropy)]
         whole = TokenStatistics(
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.entropy for part in parts if part.entropy is not None])
-            if problem.entropy
+            if call.entropy
             else None,
             torch.cat([part.logsumexp for part in parts]),
-        ).map(lambda value: scatter_rows(value, self.rows, problem.num_tokens))
-        num_others = problem.rows.shape[0] - self.rows.shape[0]
+        ).map(lambda value: scatter_rows(value, self.rows, call.num_tokens))
+        num_others = call.rows.shape[0] - self.rows.shape[0]
         if num_others == 0:
             return whole
-        is_other = torch.zeros_like(problem.labels, dtype=torch.bool)
+        is_other = torch.zeros_like(call.labels, dtype=torch.bool)
         # Not by assignment, which copies the value from the host and waits.
-        is_other.index_fill_(0, problem.rows, True)
+        is_other.index_fill_(0, call.rows, True)
         is_other.index_fill_(0, self.rows, False)
         # The count is known on the host: `nonzero` would wait for the device.
         others = torch.nonzero_static(is_other, size=num_others)[:, 0]
@@ -206,9 +204,9 @@ class _SinglePass:
             self.hidden[others],
             self.weight,
             self.bias,
-            problem.labels[others],
-            problem.transform.rows(others),
-            problem,
+            call.labels[others],
+            call.transform.rows(others),
+            call,
         )
         for value, other in zip(whole.vectors(), statistics.vectors(), strict=True):
             value.index_copy_(0, others, other)

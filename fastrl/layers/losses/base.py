@@ -16,7 +16,7 @@ from fastrl.functional.statistics import TokenStatistics
 
 ConfigT = TypeVar("ConfigT", bound=LossConfig)
 
-Level = Literal["token", "document", "group", "batch"]
+Scope = Literal["token", "document", "group", "batch"]
 
 
 class LanguageModelLoss(ABC, Generic[ConfigT]):
@@ -42,7 +42,7 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
         self.data_group = data_group
 
     @property
-    def level(self) -> Level:
+    def scope(self) -> Scope:
         """What a token's loss needs: that token alone, or its whole document, group or batch."""
         return "token"
 

@@ -13,7 +13,7 @@ from fastrl.layers.losses.reduction import token_mean
 
 
 class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):
-    """The divergence of each labelled token, normalised; `linear_divergence` defines it.
+    """The divergence of each labelled token, normalised; `teacher_divergence` defines it.
 
     References:
         Generalised knowledge distillation, arXiv:2306.13649, equation 1 (Jensen-Shannon).

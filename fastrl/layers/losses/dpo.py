@@ -10,7 +10,7 @@ from fastrl.config.losses import DPOLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Level, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, masked, required
 from fastrl.layers.losses.reduction import token_mean
 
 # Of the sum of 1 / n over a document's n labels, which is 1.
@@ -36,7 +36,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
     """
 
     @property
-    def level(self) -> Level:
+    def scope(self) -> Scope:
         """A pair."""
         return "group"
 

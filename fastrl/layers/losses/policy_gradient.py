@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastrl.config.loss_options import RatioLevel
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.quantiles import top_fraction
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Level, at_least_one, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, at_least_one, masked, required
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import kl_term
 from fastrl.layers.losses.policy_metrics import policy_metrics
 from fastrl.layers.losses.policy_terms import PolicyTerms
-from fastrl.layers.losses.ratios import bounded_exp, own_ratio, per_document, per_document_mean
-from fastrl.layers.losses.weights import fresh, off_policy_kept, rollout_weights
+from fastrl.layers.losses.ratios import (
+    bounded_exp,
+    logprob_minus_detached,
+    per_document,
+    per_document_mean,
+)
+from fastrl.layers.losses.weights import off_policy_mask, rollout_weights, staleness_mask
 
 PolicyGradientConfigT = TypeVar("PolicyGradientConfigT", bound=PolicyGradientLossConfig)
-
-RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
 
 
 class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
@@ -68,7 +72,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         return None
 
     @property
-    def level(self) -> Level:
+    def scope(self) -> Scope:
         """What the options need beyond the token itself."""
         config = self.config
         if config.entropy is not None and config.entropy.top_fraction is not None:
@@ -89,9 +93,9 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
 
     def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
         """Rows whose advantage, or whose document's, is not 0; with a penalty all with a label."""
-        if self.config.kl is not None or self.entropy_bonus.can_act or self.level == "batch":
+        if self.config.kl is not None or self.entropy_bonus.can_act or self.scope == "batch":
             return batch.labelled_rows
-        return batch.active_document_rows if self.level == "document" else batch.active_rows
+        return batch.active_document_rows if self.scope == "document" else batch.active_rows
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The normalised sum of the surrogate and its penalties over the labelled tokens."""
@@ -244,7 +248,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         means = per_document_mean(sums, batch)
         if level == "document":
             return bounded_exp(means)
-        return bounded_exp(means.detach() + own_ratio(logprobs))
+        return bounded_exp(means.detach() + logprob_minus_detached(logprobs))
 
     def _weights(
         self,
@@ -267,12 +271,14 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
             factors.append(rollout_weights(rollout, config.rollout_correction))
         if config.off_policy_mask is not None:
             means = per_document_mean(sums["off_policy"], batch)
-            kept = off_policy_kept(means, advantages, config.off_policy_mask.threshold)
+            kept = off_policy_mask(means, advantages, config.off_policy_mask.threshold)
             factors.append(kept.to(advantages.dtype))
         if config.max_staleness is not None:
             required(batch.current_version, "current_version", self, " with `max_staleness`")
             version = required(batch.model_version, "model_version", self, " with `max_staleness`")
-            factors.append(fresh(version, batch, config.max_staleness).to(advantages.dtype))
+            factors.append(
+                staleness_mask(version, batch, config.max_staleness).to(advantages.dtype)
+            )
         top = None
         if config.entropy is not None and config.entropy.top_fraction is not None:
             assert statistics.entropy is not None

@@ -21,7 +21,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def own_ratio(logprobs: Tensor) -> Tensor:
+def logprob_minus_detached(logprobs: Tensor) -> Tensor:
     """logprob - detach(logprob): 0 with gradient 1."""
     return logprobs - logprobs.detach()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.config.loss_options import RatioLevel
 from fastrl.config.policy_losses import VESPOLossConfig
-from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss, RatioLevel
+from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.policy_terms import PolicyTerms
 
 

@@ -38,7 +38,7 @@ def rollout_weights(
     return torch.where((weights >= low) & (weights <= high), weights, 0)
 
 
-def off_policy_kept(
+def off_policy_mask(
     mean_log_ratios: Tensor,  # [T]
     advantages: Tensor,  # [T]
     threshold: float,
@@ -51,7 +51,7 @@ def off_policy_kept(
     return (advantages >= 0) | (mean_log_ratios <= threshold)
 
 
-def fresh(model_version: Tensor, batch: BatchKwargs, max_staleness: int) -> Tensor:  # [T]
+def staleness_mask(model_version: Tensor, batch: BatchKwargs, max_staleness: int) -> Tensor:  # [T]
     """Whether a token's document was sampled by weights at most `max_staleness` versions old."""
     assert batch.current_version is not None
     return batch.current_version - model_version <= max_staleness

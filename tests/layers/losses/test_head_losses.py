@@ -150,13 +150,13 @@ def test_head_equals_the_definition(case: LossCase, strategy: str) -> None:
     batch = close_to_policy(head, hidden, batch)
     teacher = make_teacher(batch) if "divergence" in case.loss().needs else None
     if strategy == "single_pass" and (
-        case.loss().level in ("group", "batch") or case.loss().needs - {"entropy"}
+        case.loss().scope in ("group", "batch") or case.loss().needs - {"entropy"}
     ):
         with pytest.raises(ValueError, match="`strategy: single_pass` must"):
             head(hidden, batch, teacher=teacher)
         return
     for chunk_size in CHUNKS:
-        if strategy == "single_pass" and case.loss().level == "document" and chunk_size == 1:
+        if strategy == "single_pass" and case.loss().scope == "document" and chunk_size == 1:
             continue  # no document fits a chunk
         head = make_head(
             {"policy": dict(case.config)},

@@ -130,12 +130,12 @@ def test_the_same_sets_as_transformers(dtype: torch.dtype) -> None:
 
     head = make_head({}, bias=False, softcap=None, vocab_size=50, padded_vocab_size=50)
     batch = pack(policy_documents())
-    problem = head._problem(make_hidden(batch), batch, False, torch.arange(40))
+    call = head._call(make_hidden(batch), batch, False, torch.arange(40))
     for keep, processors in filters:
         expected = z.clone()
         for processor in processors:
             expected = processor(None, expected)
-        kept = kept_columns(z, keep, problem, torch.arange(40))
+        kept = kept_columns(z, keep, call, torch.arange(40))
         assert torch.equal(kept, expected > -torch.inf)
 
 

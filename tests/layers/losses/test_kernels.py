@@ -15,7 +15,7 @@ from tests.layers.losses.test_head_losses import close_to_policy, make_head, mak
 
 # Losses whose work is in the kernels; the others take passes of their own in PyTorch.
 KERNEL_CASES = [case for case in CASES if not case.loss().needs - {"entropy"}]
-ONE_PASS = [case for case in KERNEL_CASES if case.loss().level in ("token", "document")]
+ONE_PASS = [case for case in KERNEL_CASES if case.loss().scope in ("token", "document")]
 TOGETHER = {
     "recompute": {c.name: c.config for c in KERNEL_CASES if not c.pairs},
     "single_pass": {c.name: c.config for c in ONE_PASS},

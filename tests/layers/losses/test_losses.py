@@ -132,7 +132,7 @@ def test_documents_and_micro_batches_in_any_order(case: LossCase) -> None:
         "batch": [[[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]],
     }
     splits["document"] = splits["token"]
-    for parts in splits[case.loss().level]:
+    for parts in splits[case.loss().scope]:
         packs = [TokenBatch.from_documents([documents[i] for i in part]) for part in parts]
         counts = BatchCounts.of(packs)
         total = torch.zeros((), dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_metrics_do_not_depend_on_the_split(case: LossCase) -> None:
     assert not any(value.requires_grad for value in whole.values())
     assert all(value.isfinite() for value in whole.values())
     torch.testing.assert_close(whole["loss"], loss(statistics, batch).double())
-    if loss.level in ("token", "document"):
+    if loss.scope in ("token", "document"):
         cut = slots_of(batch, [0, 1, 2, 3]), slots_of(batch, [4, 5, 6, 7, 8, 9])
         parts = [
             loss.metrics(statistics.map(itemgetter(index)), batch.select(index)) for index in cut

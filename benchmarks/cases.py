@@ -1,4 +1,4 @@
-"""The problems that are timed: shapes named for models, batches with realistic shares of labels."""
+"""The cases that are timed: shapes named for models, batches with realistic shares of labels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class Case:
     """A head's inputs, and what every implementation needs of the batch."""
 
     shape: Shape
@@ -136,7 +136,7 @@ def _split(total: int, parts: int) -> list[int]:
     return even
 
 
-def make_problem(shape: Shape, device: str, seed: int = 0) -> Problem:
+def make_case(shape: Shape, device: str, seed: int = 0) -> Case:
     """Random tensors: near-uniform distributions, or peaked ones like those of a trained model."""
     generator = torch.Generator(device=device).manual_seed(seed)
     host = torch.Generator().manual_seed(seed)
@@ -167,7 +167,7 @@ def make_problem(shape: Shape, device: str, seed: int = 0) -> Problem:
         hidden += pull * 4096 / shape.hidden_size * weight[labels].float()
     assert batch.labelled_rows is not None
     assert batch.active_rows is not None
-    problem = Problem(
+    case = Case(
         shape,
         hidden.to(shape.dtype).requires_grad_(),
         weight.requires_grad_(),
@@ -176,22 +176,22 @@ def make_problem(shape: Shape, device: str, seed: int = 0) -> Problem:
         batch.active_rows.index,
     )
     noise = 0.1 * normal(shape.num_tokens)
-    old = torch.where(batch.labels == -100, 0, reference_logprobs(problem) + noise)
-    return replace(problem, batch=batch.replace(old_logprobs=old))
+    old = torch.where(batch.labels == -100, 0, reference_logprobs(case) + noise)
+    return replace(case, batch=batch.replace(old_logprobs=old))
 
 
 @torch.no_grad()
 def reference_logprobs(
-    problem: Problem, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
+    case: Case, dtype: torch.dtype = torch.float32, rows: Tensor | None = None
 ) -> Tensor:
     """[T] (or of `rows`) log-probabilities from logits in `dtype`; 0 without label."""
-    hidden, labels = problem.hidden_states, problem.labels
+    hidden, labels = case.hidden_states, case.labels
     if rows is not None:
         hidden, labels = hidden[rows], labels[rows]
-    weight = problem.weight.to(dtype)
+    weight = case.weight.to(dtype)
     parts = []
     for h, label in zip(hidden.split(512), labels.split(512), strict=True):
-        z = _capped(h.to(dtype) @ weight.t(), problem.shape.softcap)
+        z = _capped(h.to(dtype) @ weight.t(), case.shape.softcap)
         picked = z.gather(1, label.clamp(min=0)[:, None])[:, 0]
         parts.append(torch.where(label == -100, 0, picked - z.logsumexp(1)))
     return torch.cat(parts)
@@ -204,39 +204,37 @@ class Truth:
     loss: Tensor
     grad_hidden: Tensor  # [T, D] fp32
     grad_weight: Tensor  # [V, D] fp32
-    grad_logits: Tensor  # [up to G, V] of active rows, in the problem's dtype
+    grad_logits: Tensor  # [up to G, V] of active rows, in the case's dtype
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def make_truth(
-    problem: Problem, loss_of: Callable[[Tensor], Tensor], most_rows: int = 9000
-) -> Truth:
+def make_truth(case: Case, loss_of: Callable[[Tensor], Tensor], most_rows: int = 9000) -> Truth:
     """fp32 all the way, a chunk of active rows at a time.
 
     Args:
-        problem: whose.
+        case: whose.
         loss_of: the loss of all tokens' log-probabilities [T].
         most_rows: keep the gradient of the logits, the floor's operand, of no more active rows.
     """
-    all_logprobs = reference_logprobs(problem).requires_grad_()
+    all_logprobs = reference_logprobs(case).requires_grad_()
     loss = loss_of(all_logprobs)
     (grad_logprobs,) = torch.autograd.grad(loss, all_logprobs)
-    shape, device = problem.shape, problem.weight.device
-    weight = problem.weight.detach().float()
-    grad_hidden = torch.zeros(problem.hidden_states.shape, device=device)
+    shape, device = case.shape, case.weight.device
+    weight = case.weight.detach().float()
+    grad_hidden = torch.zeros(case.hidden_states.shape, device=device)
     grad_weight = torch.zeros_like(weight)
-    rows = problem.active
+    rows = case.active
     num_kept = min(len(rows), most_rows)
     kept = torch.empty(num_kept, shape.vocab_size, dtype=shape.dtype, device=device)
     for start in range(0, len(rows), 512):
         index = rows[start : start + 512]
-        h = problem.hidden_states.detach()[index].float()
+        h = case.hidden_states.detach()[index].float()
         logits = (h @ weight.t()).requires_grad_()
         z = _capped(logits, shape.softcap)
-        logprobs = torch.log_softmax(z, 1).gather(1, problem.labels[index][:, None])[:, 0]
+        logprobs = torch.log_softmax(z, 1).gather(1, case.labels[index][:, None])[:, 0]
         (grad,) = torch.autograd.grad(logprobs, logits, grad_logprobs[index])
         grad_hidden[index] = grad @ weight
         grad_weight += grad.t() @ h
