@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.poison import poison_empty_memory
+from tests.helpers.poison import poison_empty_memory
 
 HAS_GPU = torch.cuda.is_available()
 

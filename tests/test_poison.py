@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.poison import filling
+from tests.helpers.poison import filling
 
 _ALLOCATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda like: torch.empty(3, dtype=like.dtype),

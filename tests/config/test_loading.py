@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from fastrl.config import ConfigError, LlamaConfig, dump_config, load_config, parse_config
 from fastrl.config import save_config as save
 from fastrl.config.yaml_text import parse_yaml
-from tests.config.run import Optimizer, Plain, Reinforced, Run, Scaled, Supervised
+from tests.helpers.config_classes import Optimizer, Plain, Reinforced, Run, Scaled, Supervised
 
 
 def _write(folder: Path, text: str) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.ranks import RankPool
+from tests.helpers.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

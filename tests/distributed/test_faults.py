@@ -20,7 +20,7 @@ from fastrl.data.slices import Layout, shard_slots
 from fastrl.functional.linear_logprobs import linear_logprobs
 from fastrl.models.llama import Llama
 from fastrl.parallel import ParallelGroups
-from tests.distributed.ranks import RankPool, parallel_groups
+from tests.helpers.ranks import RankPool, parallel_groups
 
 POLICY: dict[str, object] = {"type": "grpo"}
 LOG_4 = math.log(4)

@@ -12,9 +12,9 @@ from fastrl import kernels
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.kernels import linear
 from fastrl.parallel import ParallelGroups, group_rank, vocab_shard
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import RankPool
-from tests.functional.cases import HeadCase
+from tests.helpers.head_cases import HeadCase
+from tests.helpers.layouts import Ranks
+from tests.helpers.ranks import RankPool
 from tests.kernels.test_products import SMALL, assert_close, in_float64, run
 
 pytestmark = [

@@ -20,7 +20,9 @@ from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
 from fastrl.parallel import ParallelGroups
-from tests.distributed.head_cases import (
+from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
+from tests.helpers.ranks import RankPool
+from tests.helpers.sharded_head import (
     CASES,
     COLUMNS,
     UPSTREAM,
@@ -34,8 +36,6 @@ from tests.distributed.head_cases import (
     pack,
     run_on_rank,
 )
-from tests.distributed.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
-from tests.distributed.ranks import RankPool
 
 TOLERANCE = 1e-9
 

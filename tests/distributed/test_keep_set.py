@@ -11,9 +11,9 @@ from torch import Tensor
 from fastrl import LanguageModelHead
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.parallel import group_rank, group_size, vocab_shard
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import RankPool
-from tests.layers.losses.cases import pack, policy_documents
+from tests.helpers.layouts import Ranks
+from tests.helpers.loss_cases import pack, policy_documents
+from tests.helpers.ranks import RankPool
 from tests.layers.losses.test_head_losses import close_to_policy, make_head, make_hidden
 from tests.layers.losses.test_keep_set import KEEP, recorded_entries
 

@@ -14,9 +14,9 @@ from fastrl.data.slices import shard_slots
 from fastrl.functional.head.distillation import Teacher
 from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import RankPool
-from tests.layers.losses.cases import BY_NAME, CASES, LossCase, widen
+from tests.helpers.layouts import Ranks
+from tests.helpers.loss_cases import BY_NAME, CASES, LossCase, widen
+from tests.helpers.ranks import RankPool
 from tests.layers.losses.test_head_losses import (
     close_to_policy,
     make_head,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.model_cases import NUM_STEPS, VARIANTS, Training, Variant, train
-from tests.distributed.ranks import RankPool
+from tests.helpers.ranks import RankPool
+from tests.helpers.sharded_training import NUM_STEPS, VARIANTS, Training, Variant, train
 
 FP32_TOLERANCE = 1e-5
 # bf16 keeps 8 bits: a rounding of up to 0.2 %, about thirty times between the embedding and a

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 
 def _sum_of_ranks() -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
-from tests.training.runs import final_weights, write_tiny
+from tests.helpers.runs import final_weights, write_tiny
 
 ROOT = Path(__file__).parent.parent.parent
 # GSPO on documents of a few tokens, so that every cut of the packed sequence cuts some.
@@ -82,7 +82,7 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
     start = time.monotonic()
     done = torchrun(
         2,
-        "tests.distributed.failing_train",
+        "tests.helpers.failing_train",
         *("train", config, "--run-dir", str(tmp_path / "run"), "parallel.data=2"),
     )
     assert done.returncode != 0

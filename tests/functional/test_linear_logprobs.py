@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import linear_logprobs
 from fastrl.functional import linear_logprobs as linear_module
-from tests.functional.cases import CASES, HeadCase, HeadTensors
+from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
     pytest.param(None, 2**30, id="one_tile"),

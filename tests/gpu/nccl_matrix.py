@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import environment
-from tests.distributed.head_cases import CASES, assemble, one_process, run_on_rank
-from tests.distributed.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
-from tests.distributed.model_cases import VARIANTS, Training, Variant, train
-from tests.distributed.ranks import rank_device
 from tests.distributed.test_head import FEW_RUNS, RUNS, assert_equal, runs_on
 from tests.distributed.test_model import assert_same_training, in_one_process, simple
+from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
+from tests.helpers.ranks import rank_device
+from tests.helpers.sharded_head import CASES, assemble, one_process, run_on_rank
+from tests.helpers.sharded_training import VARIANTS, Training, Variant, train
 
 LAYOUTS = {1: [Ranks()], 2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
 # Sums over tokens on a GPU have another order than on one rank, and training amplifies it.

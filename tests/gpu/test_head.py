@@ -18,7 +18,7 @@ from fastrl import (
     TokenBatch,
     linear_logprobs,
 )
-from tests.functional.cases import CASES, HeadCase
+from tests.helpers.head_cases import CASES, HeadCase
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from fastrl.kernels.linear import linear_exponentials, linear_gradient, linear_s
 from fastrl.kernels.row_gradient import row_gradient
 from fastrl.kernels.row_scaling import column_sums, scale_in_place, scatter_scaled_rows
 from fastrl.kernels.row_statistics import update_row_statistics
-from tests.kernels.cases import (
+from tests.helpers.tile_cases import (
     TILE_CASES,
     TileCase,
     finished,

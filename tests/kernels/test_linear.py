@@ -17,7 +17,7 @@ from fastrl.functional.statistics import (
 from fastrl.kernels import linear
 from fastrl.kernels.exponentials import finish_exponentials
 from fastrl.kernels.merge import merge_partial_statistics
-from tests.kernels.cases import (
+from tests.helpers.tile_cases import (
     BF16,
     TILE_CASES,
     TileCase,

@@ -17,7 +17,7 @@ from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import linear
 from fastrl.parallel import ParallelGroups
-from tests.functional.cases import CASES, HeadCase, HeadTensors
+from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

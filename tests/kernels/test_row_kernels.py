@@ -8,7 +8,7 @@ from fastrl.functional.head.torch_rows import VocabularyTile
 from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED
 from fastrl.kernels import row_gradient as gradient_module
 from fastrl.kernels import row_statistics as statistics_module
-from tests.kernels.cases import (
+from tests.helpers.tile_cases import (
     BF16,
     TILE_CASES,
     TileCase,

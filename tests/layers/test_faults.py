@@ -21,7 +21,7 @@ from fastrl import (
 from fastrl.config import GRPOLossConfig
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses import GRPOLoss
-from tests.layers.batches import pack
+from tests.helpers.batches import pack
 
 STRATEGIES = ["recompute", "single_pass"]
 CROSS_ENTROPY = {"answers": {"type": "cross_entropy"}}

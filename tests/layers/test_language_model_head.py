@@ -17,7 +17,7 @@ from fastrl import (
 )
 from fastrl.config import GRPOLossConfig
 from fastrl.layers.losses import add_metrics
-from tests.layers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
+from tests.helpers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
 
 LOSSES: dict[str, dict[str, object]] = {
     "cross_entropy": {"type": "cross_entropy"},

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig
-from tests.layers.batches import pack
+from tests.helpers.batches import pack
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 96, 32, 640
 

@@ -14,7 +14,7 @@ from fastrl.models.attention import (
     document_attention,
     document_block_mask,
 )
-from tests.models.cases import COMPILES
+from tests.helpers.model_cases import COMPILES
 
 
 def document_index(lengths: list[int], padding: int) -> Tensor:

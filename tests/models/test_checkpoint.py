@@ -17,7 +17,7 @@ from fastrl import Document, Llama, TokenBatch
 from fastrl.config import HeadOptions, UserError
 from fastrl.models import checkpoint
 from fastrl.models.checkpoint import load_llama, load_weights, read_llama_config, save_llama
-from tests.models.cases import (
+from tests.helpers.model_cases import (
     LLAMA3_ROPE,
     PARITY_CASES,
     VOCAB_SIZE,

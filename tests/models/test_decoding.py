@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import Document, Llama, TokenBatch
 from fastrl.models.attention import KVCache
-from tests.models.cases import LLAMA3_ROPE, packed, randomised, tiny_config
+from tests.helpers.model_cases import LLAMA3_ROPE, packed, randomised, tiny_config
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
 

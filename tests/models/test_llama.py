@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastrl import Document, Llama, TokenBatch
 from fastrl.models.hf_config import llama_config_to_hf
 from fastrl.models.llama import RMSNorm
-from tests.models.cases import (
+from tests.helpers.model_cases import (
     COMPILES,
     PARITY_CASES,
     VOCAB_SIZE,

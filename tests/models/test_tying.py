@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastrl import BatchKwargs, Document, Llama, TokenBatch
 from fastrl.models.checkpoint import load_llama, load_weights, save_llama
-from tests.models.cases import packed, tiny_config
+from tests.helpers.model_cases import packed, tiny_config
 
 TOKENS = [1, 5, 2, 5, 0, 7]
 CONFIG = tiny_config(

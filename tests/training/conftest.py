@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from fastrl.cli import main
-from tests.training.runs import write_tiny
+from tests.helpers.runs import write_tiny
 
 
 class FinishedRun(NamedTuple):

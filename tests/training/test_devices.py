@@ -13,7 +13,7 @@ from fastrl.cli import main
 from fastrl.training import phases
 from fastrl.training.phases import Phase
 from fastrl.training.sampler import Sampler
-from tests.training.runs import write_tiny
+from tests.helpers.runs import write_tiny
 
 
 def test_sampling_evaluation_and_updates_use_no_default_device(

@@ -12,7 +12,7 @@ from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import SampledRollouts
 from fastrl.training.sources import SupervisedDocuments
-from tests.training.runs import tiny_context
+from tests.helpers.runs import tiny_context
 
 
 def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:

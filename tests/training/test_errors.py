@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from fastrl.cli import main
 from fastrl.training.optimizer import apply_update
-from tests.training.runs import write_tiny
+from tests.helpers.runs import write_tiny
 
 
 def _error(

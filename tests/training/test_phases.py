@@ -12,7 +12,7 @@ from fastrl.models.llama import Llama
 from fastrl.training import phases
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import MicroBatch, Phase
-from tests.training.runs import tiny_context
+from tests.helpers.runs import tiny_context
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
 

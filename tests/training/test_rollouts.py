@@ -14,7 +14,7 @@ from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import Rollouts, split_groups
-from tests.training.runs import tiny_context
+from tests.helpers.runs import tiny_context
 
 
 def _documents(num_groups: int = 4) -> list[Document]:

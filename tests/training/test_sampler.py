@@ -11,7 +11,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
 from fastrl.training.phases import evaluated
 from fastrl.training.sampler import Completion, Sampler
-from tests.training.runs import tiny_context
+from tests.helpers.runs import tiny_context
 
 PROMPTS = [[5, 12, 3], [7], [1, 2, 3, 4, 5, 6, 7], [9, 9]]
 

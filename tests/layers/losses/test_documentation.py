@@ -12,7 +12,7 @@ import torch
 from fastrl import LanguageModelHead
 from fastrl.config import AnyLossConfig, GRPOLossConfig
 from fastrl.functional.reference import losses as reference_losses
-from tests.layers.losses.cases import (
+from tests.helpers.loss_cases import (
     CASES,
     pack,
     policy_documents,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import Document, TokenBatch
 from fastrl.data.preferences import preference_pairs
 from fastrl.functional.documents import document_sums
-from tests.layers.losses.cases import (
+from tests.helpers.loss_cases import (
     BY_NAME,
     pack,
     preference_documents,

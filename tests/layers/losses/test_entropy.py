@@ -8,7 +8,7 @@ import torch
 from fastrl.config import EntropyConfig
 from fastrl.functional.quantiles import ordered_keys, top_fraction, upper_threshold
 from fastrl.layers.losses.entropy import EntropyBonus
-from tests.layers.losses.cases import pack, policy_documents
+from tests.helpers.loss_cases import pack, policy_documents
 from tests.layers.losses.test_head_losses import make_head, make_hidden
 
 

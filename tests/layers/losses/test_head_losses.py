@@ -19,7 +19,7 @@ from fastrl import (
 from fastrl.functional.head.distillation import Teacher
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
-from tests.layers.losses.cases import (
+from tests.helpers.loss_cases import (
     BY_NAME,
     CASES,
     VOCAB_SIZE,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, LanguageModelHead, TokenStatistics
 from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
 from fastrl.functional.reference import head as reference
-from tests.layers.losses.cases import (
+from tests.helpers.loss_cases import (
     BY_NAME,
     VOCAB_SIZE,
     pack,

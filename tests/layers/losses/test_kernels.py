@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, Document, kernels
 from fastrl.layers.language_model_head import LanguageModelHead
-from tests.layers.losses.cases import BY_NAME, CASES, pack, policy_documents, preference_documents
+from tests.helpers.loss_cases import BY_NAME, CASES, pack, policy_documents, preference_documents
 from tests.layers.losses.test_head_losses import close_to_policy, make_head, make_hidden
 
 # Losses whose work is in the kernels; the others take passes of their own in PyTorch.

@@ -17,7 +17,7 @@ from fastrl.config import (
     dump_config,
     parse_config,
 )
-from tests.layers.losses.cases import CASES, LossCase
+from tests.helpers.loss_cases import CASES, LossCase
 from tests.layers.losses.test_head_losses import make_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

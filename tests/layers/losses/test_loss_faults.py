@@ -15,7 +15,7 @@ from fastrl.config import AnyLossConfig, KLConfig
 from fastrl.data.advantages import without_zero_groups
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
 from fastrl.layers.losses.kl import kl_estimate, kl_term
-from tests.layers.losses.cases import CASES, LossCase, pack, random_statistics, widen
+from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics, widen
 
 
 def loss_of(**config: Any) -> LanguageModelPolicyGradientLoss[Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from fastrl import BatchCounts, BatchKwargs, TokenBatch, TokenStatistics
 from fastrl.config import PolicyGradientLossConfig
 from fastrl.layers.losses import add_metrics, finish_metrics
-from tests.layers.losses.cases import (
+from tests.helpers.frozen_detach import with_frozen_detach
+from tests.helpers.loss_cases import (
     CASES,
     UNLIKELY,
     LossCase,
@@ -24,7 +25,6 @@ from tests.layers.losses.cases import (
     reference_tokens,
     widen,
 )
-from tests.layers.losses.frozen_detach import with_frozen_detach
 
 UPSTREAM = -1.7
 

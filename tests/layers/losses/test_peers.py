@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs, TokenStatistics
-from tests.layers.losses.cases import LossCase, pack, policy_documents, random_statistics
-from tests.layers.losses.cases import preference_documents as pair_documents
+from tests.helpers.loss_cases import LossCase, pack, policy_documents, random_statistics
+from tests.helpers.loss_cases import preference_documents as pair_documents
 
 MAX_LENGTH = 12
 

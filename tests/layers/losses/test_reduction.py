@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.layers.losses import add_metrics, finish_metrics, reduce_metrics
-from tests.layers.losses.cases import (
+from tests.helpers.loss_cases import (
     BY_NAME,
     CURRENT_VERSION,
     LossCase,

@@ -17,8 +17,8 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.layers.language_model_head import LanguageModelHead
 from fastrl.layers.losses import add_metrics, reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import rank_device
+from tests.helpers.layouts import Ranks
+from tests.helpers.ranks import rank_device
 
 UPSTREAM = 0.7
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import parallelize_llama, reduce_gradients
 from fastrl.parallel import ParallelGroups, group_rank, group_size
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import rank_device, rank_mesh
+from tests.helpers.layouts import Ranks
+from tests.helpers.ranks import rank_device, rank_mesh
 
 CONFIGS = Path(__file__).parent / "configs"
 NUM_STEPS = 3

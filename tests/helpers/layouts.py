@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastrl.data.slices import Layout
 from fastrl.parallel import ParallelGroups
-from tests.distributed.ranks import parallel_groups
+from tests.helpers.ranks import parallel_groups
 
 
 @dataclass(frozen=True)

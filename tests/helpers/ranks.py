@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastrl.parallel import ParallelGroups, device_mesh
-from tests.poison import poison_empty_memory
+from tests.helpers.poison import poison_empty_memory
 
 PRELOAD = ["torch", "torch.distributed.tensor.parallel", "fastrl.models.llama", __name__]
 
