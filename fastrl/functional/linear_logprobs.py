@@ -25,12 +25,12 @@ from fastrl.functional.head.tile_ops import (
     tile_statistics,
 )
 from fastrl.functional.head.tiling import Tiling, recompute_tiling, spans
-from fastrl.functional.head.torch_rows import LogitTransform, RowGradients
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,
     new_running_statistics,
 )
+from fastrl.kernels.arguments import LogitTransform, RowGradients
 from fastrl.parallel import ParallelGroups
 
 DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28  # 2.25 GiB

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels import linear
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.linear_kernel import nearest_reference
 from fastrl.kernels.transform import LN_2, LOG2_E, as_fp32
 
@@ -39,15 +40,9 @@ def finish_exponentials(
     labels: Tensor,  # [R]
     logsumexp: Tensor,  # [R]
     entropy: Tensor | None,  # [R]
-    grad_logprobs: Tensor,  # [R]
-    grad_logsumexp: Tensor | None,  # [R]
-    grad_entropy: Tensor | None,  # [R]
-    *,
-    first_column: int,
-    num_columns: int,
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
+    gradients: RowGradients,
+    transform: LogitTransform,
+    tile: VocabularyTile,
 ) -> Tensor:  # [R] fp32
     """Turns q into q', in place, and returns c: the gradient of the products is c q'.
 
@@ -61,54 +56,37 @@ def finish_exponentials(
         label_logits: z[label], the last row of the statistics.
         labels: int64, of the whole vocabulary.
         logsumexp: over the whole vocabulary, fp32.
-        entropy: fp32, needed with `grad_entropy`.
-        grad_logprobs: upstream gradient, fp32; so are the other two, None is zero.
-        grad_logsumexp: upstream gradient.
-        grad_entropy: upstream gradient; not together with `softcap`.
-        first_column: vocabulary index of the first column.
-        num_columns: columns that belong to the vocabulary.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on the products.
+        entropy: fp32, needed with a gradient of it.
+        gradients: upstream, fp32; one of the entropy not together with a softcap.
+        transform: how products became z.
+        tile: where the exponentials lie.
     """
-    assert grad_entropy is None or (entropy is not None and softcap is None)
+    assert gradients.entropy is None or (entropy is not None and transform.softcap is None)
     num_rows = exponentials.shape[0]
     factors = logsumexp.new_empty(num_rows)
     if num_rows == 0:
         return factors
-    row_temperature = isinstance(temperature, Tensor)
     _finish_kernel[(num_rows,)](
         exponentials=exponentials,
         partials=partials,
         label_logits=label_logits,
         labels=labels,
         logsumexp=logsumexp,
-        entropy=entropy if grad_entropy is not None else None,
-        grad_logprobs=grad_logprobs,
-        grad_logsumexp=grad_logsumexp,
-        grad_entropy=grad_entropy,
-        temperature=temperature if row_temperature else float(temperature),
+        entropy=entropy if gradients.entropy is not None else None,
         factors=factors,
         exponentials_stride=exponentials.stride(0),
         labels_stride=labels.stride(0),
-        grad_logprobs_stride=grad_logprobs.stride(0),
-        grad_logsumexp_stride=0 if grad_logsumexp is None else grad_logsumexp.stride(0),
-        grad_entropy_stride=0 if grad_entropy is None else grad_entropy.stride(0),
         num_rows=num_rows,
         num_tiles=partials.shape[0],
         total_columns=exponentials.shape[1],
-        first_column=first_column,
-        num_columns=num_columns,
-        softcap=0.0 if softcap is None else float(softcap),
-        logit_scale=float(logit_scale),
-        ROW_TEMPERATURE=row_temperature,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_GRAD_LOGSUMEXP=grad_logsumexp is not None,
-        HAS_GRAD_ENTROPY=grad_entropy is not None,
+        first_column=tile.first_column,
+        num_columns=tile.num_columns,
         TILE=linear.BLOCKS.columns,
         BLOCK_TILES=512,
         BLOCK=2048,
         num_warps=4,
+        **gradients.launch_arguments(),
+        **transform.launch_arguments(),
     )
     return factors
 

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.linear_kernel import EXPONENTIALS, GRADIENT, STATISTICS, linear_kernel
 from fastrl.kernels.merge import merge_partial_statistics
 
@@ -45,13 +46,9 @@ def linear_statistics(
     hidden_states: Tensor,  # [R, D]
     weight: Tensor,  # [S, D]
     labels: Tensor,  # [R]
+    transform: LogitTransform,
+    tile: VocabularyTile,
     *,
-    first_column: int,
-    num_columns: int,
-    bias: Tensor | None,  # [S]
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
     entropy: bool,
 ) -> None:
     """`update_row_statistics` of h W^T, without the product in memory.
@@ -61,16 +58,12 @@ def linear_statistics(
         hidden_states: bf16 or fp16, of 8 n columns.
         weight: a slab of rows of the whole weight, same dtype.
         labels: int64, of the whole vocabulary.
-        first_column: vocabulary index of the slab's first row.
-        num_columns: rows of the slab from here on are padding.
-        bias: of the slab.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b.
+        transform: how products become z.
+        tile: where the slab lies in the vocabulary, with its bias.
         entropy: whether u is kept.
     """
     num_rows = hidden_states.shape[0]
-    if num_rows == 0 or num_columns == 0:
+    if num_rows == 0 or tile.num_columns == 0:
         return
     tiles = triton.cdiv(weight.shape[0], BLOCKS.columns)
     most_rows = max(MAX_PARTIAL_BYTES // (12 * tiles) // BLOCKS.rows, 1) * BLOCKS.rows
@@ -85,12 +78,8 @@ def linear_statistics(
             weight,
             labels[rows],
             None,
-            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
-            first_column=first_column,
-            num_columns=num_columns,
-            bias=bias,
-            softcap=softcap,
-            logit_scale=logit_scale,
+            transform.rows(rows),
+            tile,
             HAS_ENTROPY=entropy,
             label_logits=part[3],
             partials=partials,
@@ -104,13 +93,9 @@ def linear_exponentials(
     hidden_states: Tensor,  # [R, D] bf16
     weight: Tensor,  # [S, D]
     labels: Tensor,  # [R]
+    transform: LogitTransform,
+    tile: VocabularyTile,
     *,
-    first_column: int,
-    num_columns: int,
-    bias: Tensor | None,  # [S]
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
     entropy: bool,
 ) -> Tensor:  # [tiles, 3, R] fp32
     """`linear_statistics` that also stores the exponentials of the logits, relative to a reference.
@@ -127,12 +112,8 @@ def linear_exponentials(
         hidden_states: the remaining arguments are those of `linear_statistics`.
         weight: a slab of rows of the whole weight.
         labels: of the whole vocabulary.
-        first_column: vocabulary index of the slab's first row.
-        num_columns: rows of the slab from here on are padding.
-        bias: of the slab.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b.
+        transform: how products become z.
+        tile: where the slab lies in the vocabulary, with its bias.
         entropy: whether u is kept.
 
     Returns:
@@ -148,12 +129,8 @@ def linear_exponentials(
         weight,
         labels,
         output,
-        temperature=temperature,
-        first_column=first_column,
-        num_columns=num_columns,
-        bias=bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
+        transform,
+        tile,
         HAS_ENTROPY=entropy,
         label_logits=statistics[3],
         partials=partials,
@@ -169,16 +146,9 @@ def linear_gradient(
     labels: Tensor,  # [R]
     logsumexp: Tensor,  # [R]
     entropy: Tensor | None,  # [R]
-    grad_logprobs: Tensor,  # [R]
-    grad_logsumexp: Tensor | None,  # [R]
-    grad_entropy: Tensor | None,  # [R]
-    *,
-    first_column: int,
-    num_columns: int,
-    bias: Tensor | None,  # [S]
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
+    gradients: RowGradients,
+    transform: LogitTransform,
+    tile: VocabularyTile,
 ) -> None:
     """`row_gradient` of h W^T, rounded once, without the product in memory.
 
@@ -188,38 +158,29 @@ def linear_gradient(
         weight: a slab of rows of the whole weight, same dtype.
         labels: int64, of the whole vocabulary.
         logsumexp: of z over the whole vocabulary, fp32.
-        entropy: fp32, needed with `grad_entropy`.
-        grad_logprobs: upstream gradient, fp32; so are the other two, None is zero.
-        grad_logsumexp: upstream gradient.
-        grad_entropy: upstream gradient.
-        first_column: vocabulary index of the slab's first row.
-        num_columns: rows of the slab from here on are padding.
-        bias: of the slab.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on h W^T + b.
+        entropy: fp32, needed with a gradient of it.
+        gradients: upstream, fp32.
+        transform: how products become z.
+        tile: where the slab lies in the vocabulary, with its bias.
     """
     if hidden_states.shape[0] == 0:
         return
-    assert grad_entropy is None or entropy is not None
+    assert gradients.entropy is None or entropy is not None
+    gradients = gradients.contiguous()
     _launch(
         GRADIENT.value,
         hidden_states,
         weight,
         labels,
         output,
-        temperature=temperature,
-        first_column=first_column,
-        num_columns=num_columns,
-        bias=bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        HAS_ENTROPY=grad_entropy is not None,
+        transform,
+        tile,
+        HAS_ENTROPY=gradients.entropy is not None,
         logsumexp=logsumexp.contiguous(),
-        entropy=None if grad_entropy is None or entropy is None else entropy.contiguous(),
-        grad_logprobs=grad_logprobs.contiguous(),
-        grad_logsumexp=None if grad_logsumexp is None else grad_logsumexp.contiguous(),
-        grad_entropy=None if grad_entropy is None else grad_entropy.contiguous(),
+        entropy=None if gradients.entropy is None or entropy is None else entropy.contiguous(),
+        grad_logprobs=gradients.logprobs,
+        grad_logsumexp=gradients.logsumexp,
+        grad_entropy=gradients.entropy,
     )
 
 
@@ -233,11 +194,8 @@ def _launch(
     weight: Tensor,  # [S, D]
     labels: Tensor,  # [R]
     output: Tensor | None,  # [R, S]
-    *,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    bias: Tensor | None,
+    transform: LogitTransform,
+    tile: VocabularyTile,
     **others: Any,
 ) -> None:
     """One launch; what an epilogue does not use is None."""
@@ -264,26 +222,19 @@ def _launch(
         if output is None
         else TensorDescriptor.from_tensor(output, [blocks.rows, blocks.columns // 2]),
         labels=labels.contiguous(),
-        bias=bias,
-        temperature=temperature.contiguous()
-        if isinstance(temperature, Tensor)
-        else float(temperature),
         num_rows=num_rows,
         total_columns=weight.shape[0],
         depth=depth,
         group=triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)),
-        softcap=0.0 if softcap is None else float(softcap),
-        logit_scale=float(logit_scale),
         EPILOGUE=epilogue,
-        HAS_BIAS=bias is not None,
-        ROW_TEMPERATURE=isinstance(temperature, Tensor),
-        HAS_SOFTCAP=softcap is not None,
         HAS_GRAD_LOGSUMEXP=others.get("grad_logsumexp") is not None,
         BLOCK_R=blocks.rows,
         BLOCK_V=blocks.columns,
         BLOCK_D=blocks.depth,
         num_stages=blocks.num_stages,
         num_warps=blocks.num_warps,
+        **transform.contiguous().launch_arguments(),
+        **tile.launch_arguments(),
         **(unused | others),
     )
 

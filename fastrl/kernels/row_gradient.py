@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.row_statistics import ROWS_TO_FILL_A_DEVICE
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -16,22 +17,16 @@ def row_gradient(
     labels: Tensor,  # [R]
     logsumexp: Tensor,  # [R]
     entropy: Tensor | None,  # [R]
-    grad_logprobs: Tensor,  # [R]
-    grad_logsumexp: Tensor | None,  # [R]
-    grad_entropy: Tensor | None,  # [R]
+    gradients: RowGradients,
+    transform: LogitTransform,
+    tile: VocabularyTile,
     *,
-    first_column: int,
-    num_columns: int,
-    bias: Tensor | None,  # [S]
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:  # [R, S] out_dtype
+    operand_dtype: torch.dtype,
+) -> Tensor:  # [R, S] operand_dtype
     """Gradient of the raw products x of a tile, destroying `logits`.
 
     dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), p = e^(z - lse),
-    then through temperature, cap and scale. Columns from `num_columns` on get exactly 0.
+    then through temperature, cap and scale. Columns of padding get exactly 0.
 
     With many rows the result is a view into the storage of `logits`, with their row stride in
     bytes: one program reads a row from left to right and its shorter results never overtake what
@@ -42,68 +37,47 @@ def row_gradient(
         logits: raw products x; rows may be strided, columns are not.
         labels: int64, of the whole vocabulary.
         logsumexp: of z, fp32.
-        entropy: fp32, needed with `grad_entropy`.
-        grad_logprobs: upstream gradient, fp32; so are the other two, None is zero.
-        grad_logsumexp: upstream gradient.
-        grad_entropy: upstream gradient.
-        first_column: vocabulary index of the tile's first column.
-        num_columns: columns of the tile that belong to the vocabulary.
-        bias: of this tile's columns.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on x + bias.
-        out_dtype: of the result, no wider than that of `logits`.
+        entropy: fp32, needed with a gradient of it.
+        gradients: upstream, fp32.
+        transform: how products become z.
+        tile: where the tile lies.
+        operand_dtype: of the result, no wider than that of `logits`.
 
     Returns:
         The gradient; its row stride is that of `logits` in bytes, or S.
     """
     num_rows, total_columns = logits.shape
     assert logits.stride(1) == 1 or total_columns == 1
-    assert out_dtype.itemsize <= logits.dtype.itemsize
-    assert grad_entropy is None or entropy is not None
+    assert operand_dtype.itemsize <= logits.dtype.itemsize
+    assert gradients.entropy is None or entropy is not None
     block = min(4096, max(triton.next_power_of_2(total_columns), 128))
     num_parts = 1
     if num_rows < ROWS_TO_FILL_A_DEVICE and total_columns > block:
         num_parts = min(
             triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1)), triton.cdiv(total_columns, block)
         )
-        output = torch.empty(num_rows, total_columns, dtype=out_dtype, device=logits.device)
+        output = torch.empty(num_rows, total_columns, dtype=operand_dtype, device=logits.device)
     else:
-        output = logits.view(out_dtype)[:, :total_columns]
+        output = logits.view(operand_dtype)[:, :total_columns]
     if num_rows == 0 or total_columns == 0:
         return output
-    row_temperature = isinstance(temperature, Tensor)
     _row_gradient_kernel[(num_rows, num_parts)](
         output=output,
         logits=logits,
         labels=labels,
         logsumexp=logsumexp,
         entropy=entropy,
-        grad_logprobs=grad_logprobs,
-        grad_logsumexp=grad_logsumexp,
-        grad_entropy=grad_entropy,
-        bias=bias,
-        temperature=temperature if row_temperature else float(temperature),
         output_stride=output.stride(0),
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
-        grad_logprobs_stride=grad_logprobs.stride(0),
-        grad_logsumexp_stride=0 if grad_logsumexp is None else grad_logsumexp.stride(0),
-        grad_entropy_stride=0 if grad_entropy is None else grad_entropy.stride(0),
         total_columns=total_columns,
-        first_column=first_column,
-        num_columns=num_columns,
         columns_per_part=triton.cdiv(triton.cdiv(total_columns, block), num_parts) * block,
-        softcap=0.0 if softcap is None else float(softcap),
-        logit_scale=float(logit_scale),
-        HAS_BIAS=bias is not None,
-        ROW_TEMPERATURE=row_temperature,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_GRAD_LOGSUMEXP=grad_logsumexp is not None,
-        HAS_GRAD_ENTROPY=grad_entropy is not None,
         IN_PLACE=num_parts == 1,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
+        **gradients.launch_arguments(),
+        **transform.launch_arguments(),
+        **tile.launch_arguments(),
     )
     return output
 

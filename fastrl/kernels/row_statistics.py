@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import LogitTransform, VocabularyTile
 from fastrl.kernels.merge import merge_partial_statistics
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -17,13 +18,9 @@ def update_row_statistics(
     statistics: Tensor,  # [4, R] fp32, rows of it contiguous
     logits: Tensor,  # [R, S]
     labels: Tensor,  # [R]
+    transform: LogitTransform,
+    tile: VocabularyTile,
     *,
-    first_column: int,
-    num_columns: int,
-    bias: Tensor | None,  # [S]
-    temperature: float | Tensor,  # scalar or [R]
-    softcap: float | None,
-    logit_scale: float,
     entropy: bool,
 ) -> None:
     """Merges a tile of the vocabulary into the running statistics, in place.
@@ -36,15 +33,11 @@ def update_row_statistics(
         statistics: m = -inf, s = u = 0 before the first tile.
         logits: fp32 raw products x; rows may be strided, columns are not.
         labels: int64, of the whole vocabulary; one that is not in this tile matches nothing.
-        first_column: vocabulary index of the tile's first column.
-        num_columns: columns from here on are padding and are not read.
-        bias: of this tile's columns, any float dtype.
-        temperature: positive.
-        softcap: bound of tanh, None for none.
-        logit_scale: factor on x + bias.
+        transform: how products become z.
+        tile: where the tile lies; its padding is not read.
         entropy: whether u is kept.
     """
-    num_rows = logits.shape[0]
+    num_rows, num_columns = logits.shape[0], tile.num_columns
     if num_rows == 0 or num_columns == 0:
         return
     assert logits.stride(1) == 1 or logits.shape[1] == 1
@@ -57,30 +50,22 @@ def update_row_statistics(
     partials = statistics
     if num_parts > 1:
         partials = statistics.new_empty(num_parts, 3, num_rows)
-    row_temperature = isinstance(temperature, Tensor)
     _row_statistics_kernel[(num_rows, num_parts)](
         statistics=statistics,
         partials=partials,
         logits=logits,
         labels=labels,
-        bias=bias,
-        temperature=temperature if row_temperature else float(temperature),
         statistics_stride=statistics.stride(0),
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
         num_rows=num_rows,
-        first_column=first_column,
-        num_columns=num_columns,
         columns_per_part=triton.cdiv(triton.cdiv(num_columns, block), num_parts) * block,
-        softcap=0.0 if softcap is None else float(softcap),
-        logit_scale=float(logit_scale),
-        HAS_BIAS=bias is not None,
-        ROW_TEMPERATURE=row_temperature,
-        HAS_SOFTCAP=softcap is not None,
         ENTROPY=entropy,
         IS_PARTIAL=num_parts > 1,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
+        **transform.launch_arguments(),
+        **tile.launch_arguments(),
     )
     if num_parts > 1:
         merge_partial_statistics(statistics, partials, entropy=entropy)

@@ -20,9 +20,9 @@ from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, extra_stati
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
-from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
     gradient_rows,
     head_splits_tokens,

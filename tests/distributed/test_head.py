@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
 from fastrl.functional.head.call import check_inputs
-from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
 from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
 from tests.helpers.ranks import RankPool

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.torch_rows import RowGradients, VocabularyTile
 from fastrl.functional.statistics import LABEL
 from fastrl.kernels import can_run_fused
+from fastrl.kernels.arguments import RowGradients, VocabularyTile
 from fastrl.kernels.exponentials import finish_exponentials
 from fastrl.kernels.linear import linear_exponentials, linear_gradient, linear_statistics
 from fastrl.kernels.row_gradient import row_gradient
@@ -84,7 +84,7 @@ def test_row_kernels(case: TileCase) -> None:
     products, labels, tile = case.products(), case.labels(), on_gpu(case.tile())
     running = running_of(case)
     truth = true_statistics(running, products, labels, case, tile)
-    update_row_statistics(running, products, labels, entropy=True, **case.arguments(tile))
+    update_row_statistics(running, products, labels, case.transform, tile, entropy=True)
     check(running, truth, case)
     statistics = finished(truth)
     for entropy, dtype in ((False, torch.bfloat16), (True, torch.float32), (True, torch.float16)):
@@ -92,8 +92,7 @@ def test_row_kernels(case: TileCase) -> None:
         expected = true_gradient(products, labels, statistics, gradients, case, tile)
         result = row_gradient(
             products.clone(), labels, statistics.logsumexp, statistics.entropy,
-            gradients.logprobs, gradients.logsumexp, gradients.entropy, out_dtype=dtype,
-            **case.arguments(tile),
+            gradients, case.transform, tile, operand_dtype=dtype,
         )  # fmt: skip
         assert relative_error(result, expected) < ROUNDING + tolerance(case)
         assert (result[:, case.num_columns :] == 0).all()
@@ -106,10 +105,9 @@ def test_products_with_epilogues(case: TileCase, dtype: torch.dtype) -> None:
     if not can_run_fused(hidden, weight):
         pytest.skip("not on this GPU")
     products = hidden.double() @ weight.double().t()
-    arguments = case.arguments(tile)
     running = running_of(case)
     truth = true_statistics(running, products, labels, case, tile)
-    linear_statistics(running, hidden, weight, labels, entropy=True, **arguments)
+    linear_statistics(running, hidden, weight, labels, case.transform, tile, entropy=True)
     check(running, truth, case)
     statistics = finished(truth)
     columns = products.shape[1]
@@ -119,7 +117,7 @@ def test_products_with_epilogues(case: TileCase, dtype: torch.dtype) -> None:
         output = memory.fill_(torch.nan)[:, :columns]
         linear_gradient(
             output, hidden, weight, labels, statistics.logsumexp, statistics.entropy,
-            gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
+            gradients, case.transform, tile,
         )  # fmt: skip
         expected = true_gradient(products, labels, statistics, gradients, case, tile)
         assert relative_error(output, expected) < ROUNDING + tolerance(case)
@@ -144,16 +142,15 @@ def exponentials(
     gradients: RowGradients,
 ) -> Tensor:
     """The gradient of the products by way of exponentials, multiplied out."""
-    running, arguments = running_of(case), case.arguments(tile)
+    running = running_of(case)
     partials = linear_exponentials(
-        running, output, hidden, weight, labels, entropy=True, **arguments
+        running, output, hidden, weight, labels, case.transform, tile, entropy=True
     )
     check(running, truth, case)
     statistics = finished(truth)
-    del arguments["bias"]
     factors = finish_exponentials(
         output, partials, running[LABEL], labels, statistics.logsumexp, statistics.entropy,
-        gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
+        gradients, case.transform, tile,
     )  # fmt: skip
     return output.double() * factors.double()[:, None]
 
@@ -196,5 +193,5 @@ def test_the_same_call_gives_the_same_bits() -> None:
     (hidden, weight), labels, tile = operands(case, torch.bfloat16), case.labels(), case.tile()
     first, second = running_of(case), running_of(case)
     for running in (first, second):
-        linear_statistics(running, hidden, weight, labels, entropy=True, **case.arguments(tile))
+        linear_statistics(running, hidden, weight, labels, case.transform, tile, entropy=True)
     assert torch.equal(first, second)

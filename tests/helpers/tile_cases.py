@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.torch_rows import (
-    LogitTransform,
-    RowGradients,
-    VocabularyTile,
-    kernel_arguments,
-    row_gradient,
-    update_row_statistics,
-)
+from fastrl.functional.head.torch_rows import row_gradient, update_row_statistics
 from fastrl.functional.statistics import (
     TokenStatistics,
     finish_statistics,
     new_running_statistics,
 )
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 # Relative error of rounding to bf16: the interpreter cuts off where a GPU rounds to nearest.
 BF16 = 8e-3 if not torch.cuda.is_available() else 3e-3
@@ -83,10 +76,6 @@ class TileCase:
         logprobs = torch.randn(self.num_rows, 2)[:, 0]
         logsumexp = torch.tensor(0.3).expand(self.num_rows)
         return RowGradients(logprobs, torch.randn(self.num_rows) if entropy else None, logsumexp)
-
-    def arguments(self, tile: VocabularyTile) -> dict[str, Any]:
-        """What all kernels of logits take."""
-        return kernel_arguments(self.transform, tile)
 
 
 TILE_CASES = (

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.torch_rows import RowGradients
 from fastrl.functional.statistics import (
     LABEL,
     SUM_EXP,
@@ -15,6 +14,7 @@ from fastrl.functional.statistics import (
     merge_running_statistics,
 )
 from fastrl.kernels import linear
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.exponentials import finish_exponentials
 from fastrl.kernels.merge import merge_partial_statistics
 from tests.helpers.tile_cases import (
@@ -69,7 +69,7 @@ def test_statistics(case: TileCase) -> None:
     (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
     running = new_running(case.num_rows)
     truth = true_statistics(running, as_products(hidden, weight), labels, case, tile)
-    linear.linear_statistics(running, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    linear.linear_statistics(running, hidden, weight, labels, case.transform, tile, entropy=True)
     for result, true in zip(finished(running).vectors(), finished(truth).vectors(), strict=True):
         torch.testing.assert_close(result, true, rtol=3e-6, atol=tolerance(case))
     torch.testing.assert_close(
@@ -81,9 +81,9 @@ def test_statistics_of_many_rows_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     case = replace(CASES[3], first_column=0, num_columns=140)
     (hidden, weight), labels, tile = operands(case), case.labels(), case.tile()
     whole, chunked = new_running(19), new_running(19)
-    linear.linear_statistics(whole, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    linear.linear_statistics(whole, hidden, weight, labels, case.transform, tile, entropy=True)
     monkeypatch.setattr(linear, "MAX_PARTIAL_BYTES", 12 * 3 * 16)
-    linear.linear_statistics(chunked, hidden, weight, labels, entropy=True, **case.arguments(tile))
+    linear.linear_statistics(chunked, hidden, weight, labels, case.transform, tile, entropy=True)
     torch.testing.assert_close(whole, chunked, rtol=1e-6, atol=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_gradient(case: TileCase) -> None:
     padded = torch.nn.functional.pad(output, (0, -output.shape[1] % 8))[:, : output.shape[1]]
     linear.linear_gradient(
         padded, hidden, weight, labels, statistics.logsumexp, statistics.entropy,
-        gradients.logprobs, gradients.logsumexp, gradients.entropy, **case.arguments(tile),
+        gradients, case.transform, tile,
     )  # fmt: skip
     truth = true_gradient(products, labels, statistics, gradients, case, tile)
     assert relative_error(padded, truth) < BF16 + tolerance(case)
@@ -114,19 +114,17 @@ def exponentials(
     columns = products.shape[1]
     memory = torch.full((case.num_rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     running, output = new_running(case.num_rows), memory[:, :columns]
-    arguments = case.arguments(tile)
     partials = linear.linear_exponentials(
-        running, output, hidden, weight, labels, entropy=True, **arguments
+        running, output, hidden, weight, labels, case.transform, tile, entropy=True
     )
     true = true_statistics(new_running(case.num_rows), products, labels, case, tile)
     statistics, truth = finished(running), finished(true)
     for result, expected in zip(statistics.vectors(), truth.vectors(), strict=True):
         torch.testing.assert_close(result, expected, rtol=3e-6, atol=4 * tolerance(case) + 2e-5)
     gradients = gradients or case.gradients(entropy=entropy)
-    del arguments["bias"]
     factors = finish_exponentials(
         output, partials, running[LABEL], labels, truth.logsumexp, truth.entropy,
-        gradients.logprobs, gradients.logsumexp, gradients.entropy, **arguments,
+        gradients, case.transform, tile,
     )  # fmt: skip
     result = output.double() * factors.double()[:, None]
     expected = true_gradient(products, labels, truth, gradients, case, tile)
@@ -201,8 +199,8 @@ def finish_by_hand(
     value = exponentials[0, label].double().log2().item() + references[label // SMALL.columns]
     factors = finish_exponentials(
         exponentials, partials, torch.tensor([value * math.log(2)]), torch.tensor([label]),
-        torch.tensor([logsumexp * math.log(2)]), None, torch.ones(1), None, None, first_column=0,
-        num_columns=exponentials.shape[1], temperature=1.0, softcap=None, logit_scale=1.0,
+        torch.tensor([logsumexp * math.log(2)]), None, RowGradients(torch.ones(1), None, None),
+        LogitTransform(), VocabularyTile(0, exponentials.shape[1], None),
     )  # fmt: skip
     return exponentials.double() * factors.double()[:, None]
 
@@ -233,7 +231,8 @@ def test_misaligned_operands_are_copied() -> None:
     memory = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
     shifted = memory[1:].view(weight.shape).copy_(weight)
     aligned, misaligned = new_running(20), new_running(20)
-    arguments = case.arguments(tile)
-    linear.linear_statistics(aligned, hidden, weight, labels, entropy=True, **arguments)
-    linear.linear_statistics(misaligned, hidden, shifted, labels, entropy=True, **arguments)
+    linear.linear_statistics(aligned, hidden, weight, labels, case.transform, tile, entropy=True)
+    linear.linear_statistics(
+        misaligned, hidden, shifted, labels, case.transform, tile, entropy=True
+    )
     assert torch.equal(aligned, misaligned)

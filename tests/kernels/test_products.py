@@ -12,10 +12,10 @@ from fastrl import kernels
 from fastrl.functional.head.call import check_inputs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
-from fastrl.functional.head.torch_rows import LogitTransform
 from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import linear
+from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
 from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.torch_rows import VocabularyTile
 from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED
 from fastrl.kernels import row_gradient as gradient_module
 from fastrl.kernels import row_statistics as statistics_module
+from fastrl.kernels.arguments import VocabularyTile
 from tests.helpers.tile_cases import (
     BF16,
     TILE_CASES,
@@ -38,7 +38,7 @@ def update(
     entropy: bool = True,
 ) -> None:
     statistics_module.update_row_statistics(
-        running, logits, labels, entropy=entropy, **case.arguments(tile)
+        running, logits, labels, case.transform, tile, entropy=entropy
     )
 
 
@@ -67,14 +67,8 @@ def test_statistics_merge_tiles_whatever_their_order() -> None:
     running = new_running(5)
     for first, last in ((400, 600), (0, 130), (130, 400)):
         assert tile.bias is not None
-        arguments = case.arguments(tile) | {
-            "first_column": first,
-            "num_columns": last - first,
-            "bias": tile.bias[first:last],
-        }
-        statistics_module.update_row_statistics(
-            running, products[:, first:last], labels, entropy=True, **arguments
-        )
+        part = VocabularyTile(first, last - first, tile.bias[first:last])
+        update(running, products[:, first:last], labels, case, part)
     torch.testing.assert_close(running.double(), truth, rtol=2e-6, atol=1e-6)
 
 
@@ -93,8 +87,8 @@ def test_rows_of_minus_infinity_are_not_nan() -> None:
     gradients = case.gradients(entropy=True)
     truth = true_gradient(products, labels, statistics, gradients, case, tile)
     result = gradient_module.row_gradient(
-        products.clone(), labels, statistics.logsumexp, statistics.entropy, gradients.logprobs,
-        gradients.logsumexp, gradients.entropy, out_dtype=torch.float32, **case.arguments(tile),
+        products.clone(), labels, statistics.logsumexp, statistics.entropy, gradients,
+        case.transform, tile, operand_dtype=torch.float32,
     )  # fmt: skip
     assert relative_error(result, truth) < 2e-6
 
@@ -120,8 +114,8 @@ def test_gradient(
     truth = true_gradient(products, labels, statistics, gradients, case, tile)
     logits = products.clone()
     result = gradient_module.row_gradient(
-        logits, labels, statistics.logsumexp, statistics.entropy, gradients.logprobs,
-        gradients.logsumexp, gradients.entropy, out_dtype=dtype, **case.arguments(tile),
+        logits, labels, statistics.logsumexp, statistics.entropy, gradients,
+        case.transform, tile, operand_dtype=dtype,
     )  # fmt: skip
     assert result.dtype == dtype
     size = max(case.spread, abs(case.offset))

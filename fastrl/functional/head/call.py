@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl.functional.head.matmul import compute_dtype
-from fastrl.functional.head.torch_rows import LogitTransform, VocabularyTile
 from fastrl.functional.statistics import merge_running_statistics
+from fastrl.kernels.arguments import LogitTransform, VocabularyTile
 from fastrl.parallel import (
     ParallelGroups,
     gather_first_dim,

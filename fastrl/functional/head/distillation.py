@@ -17,7 +17,8 @@ from fastrl.functional.head.full_rows import (
     vocabulary_sum,
 )
 from fastrl.functional.head.matmul import matmul
-from fastrl.functional.head.torch_rows import LogitTransform, transformed
+from fastrl.functional.head.torch_rows import transformed
+from fastrl.kernels.arguments import LogitTransform
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 

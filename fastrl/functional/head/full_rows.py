@@ -20,7 +20,8 @@ from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul
 from fastrl.functional.head.tiling import even_chunk, spans
-from fastrl.functional.head.torch_rows import VocabularyTile, label_columns, transformed
+from fastrl.functional.head.torch_rows import label_columns, transformed
+from fastrl.kernels.arguments import VocabularyTile
 from fastrl.parallel import group_size
 
 # function(z [R, S], rows [R]) -> [K, R]: z are this rank's columns of the vocabulary, `rows` the

@@ -17,9 +17,10 @@ from fastrl.functional.head.full_rows import (
     to_columns,
     vocabulary_sum,
 )
-from fastrl.functional.head.torch_rows import VocabularyTile, label_columns
+from fastrl.functional.head.torch_rows import label_columns
 from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.kernels.arguments import VocabularyTile
 
 
 @dataclass(frozen=True)

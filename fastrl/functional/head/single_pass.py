@@ -17,7 +17,6 @@ from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import compute_dtype
 from fastrl.functional.head.tile_ops import LogitsChunk
-from fastrl.functional.head.torch_rows import RowGradients
 from fastrl.functional.linear_logprobs import forward_statistics
 from fastrl.functional.statistics import (
     TokenStatistics,
@@ -25,6 +24,7 @@ from fastrl.functional.statistics import (
     new_running_statistics,
 )
 from fastrl.kernels import can_run
+from fastrl.kernels.arguments import RowGradients
 
 # loss(statistics of the rows [start, stop) of `gradient_rows`, start, stop) -> scalar
 ChunkLoss = Callable[[TokenStatistics, int, int], Tensor]

@@ -1,7 +1,7 @@
 """Products with the head's weight, of the size [rows, vocabulary], and what is made of them.
 
-Nobody above asks how: where kernels with epilogues run (`kernels.can_run_fused`) no logits reach
-memory; elsewhere a matrix product in fp32 is followed by a row operation.
+Callers need not know which path runs: where kernels with epilogues run (`kernels.can_run_fused`) no
+logits reach memory; elsewhere a matrix product in fp32 is followed by a row operation.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
-from fastrl.functional.head.torch_rows import (
-    LogitTransform,
-    RowGradients,
-    VocabularyTile,
-    kernel_arguments,
-    row_gradient,
-    update_row_statistics,
-)
+from fastrl.functional.head.torch_rows import row_gradient, update_row_statistics
 from fastrl.functional.statistics import LABEL, TokenStatistics, new_running_statistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 
 def keeps_no_logits(hidden: Tensor, weight: Tensor) -> bool:
@@ -55,9 +49,7 @@ def tile_statistics(
     if can_run_fused(hidden, weight):
         from fastrl.kernels.linear import linear_statistics
 
-        linear_statistics(
-            statistics, hidden, weight, labels, entropy=entropy, **kernel_arguments(transform, tile)
-        )
+        linear_statistics(statistics, hidden, weight, labels, transform, tile, entropy=entropy)
         return
     logits = matmul(hidden, weight.t())
     update_row_statistics(statistics, logits, labels, transform, tile, entropy=entropy)
@@ -154,8 +146,9 @@ class LogitsChunk:
                 hidden,
                 weight,
                 labels,
+                transform,
+                tile,
                 entropy=entropy,
-                **kernel_arguments(transform, tile),
             )
         else:
             self._logits = matmul(hidden, weight.t())
@@ -204,14 +197,9 @@ class LogitsChunk:
             self._labels,
             statistics.logsumexp,
             statistics.entropy,
-            gradients.logprobs,
-            gradients.logsumexp,
-            gradients.entropy,
-            first_column=self._tile.first_column,
-            num_columns=self._tile.num_columns,
-            temperature=self._transform.temperature,
-            softcap=self._transform.softcap,
-            logit_scale=self._transform.logit_scale,
+            gradients,
+            self._transform,
+            self._tile,
         )
         return ScaledRows(self._logits, factors)
 
@@ -246,10 +234,9 @@ def _fused_gradient(
         labels,
         statistics.logsumexp,
         statistics.entropy,
-        gradients.logprobs,
-        gradients.logsumexp,
-        gradients.entropy,
-        **kernel_arguments(transform, tile),
+        gradients,
+        transform,
+        tile,
     )
     return matrix
 

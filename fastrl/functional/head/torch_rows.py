@@ -5,55 +5,12 @@ Each has a plain PyTorch version, for any device and dtype, and a Triton kernel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastrl import kernels
 from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """z = cap(logit_scale (x + bias)) / temperature of raw products x = h W^T, in this order."""
-
-    temperature: float | Tensor = 1.0  # [R] when each row has its own
-    softcap: float | None = None
-    logit_scale: float = 1.0
-
-    def rows(self, index: Tensor | slice | None) -> LogitTransform:
-        """The transform of some of the rows."""
-        if index is None or not isinstance(self.temperature, Tensor):
-            return self
-        return replace(self, temperature=self.temperature[index])
-
-
-@dataclass(frozen=True)
-class VocabularyTile:
-    """Where a tile of logits lies in the vocabulary."""
-
-    first_column: int  # vocabulary index of the tile's first column
-    num_columns: int  # its columns that belong to the vocabulary; the rest is padding
-    bias: Tensor | None  # [S] of its columns
-
-
-@dataclass(frozen=True)
-class RowGradients:
-    """Upstream gradients of the row statistics; None is zero."""
-
-    logprobs: Tensor  # [R]
-    entropy: Tensor | None  # [R]
-    logsumexp: Tensor | None  # [R]
-
-    def rows(self, index: Tensor | slice) -> RowGradients:
-        """The gradients of some of the rows."""
-        return RowGradients(
-            self.logprobs[index],
-            None if self.entropy is None else self.entropy[index],
-            None if self.logsumexp is None else self.logsumexp[index],
-        )
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 
 def update_row_statistics(
@@ -80,7 +37,7 @@ def update_row_statistics(
     if kernels.can_run(logits):
         from fastrl.kernels.row_statistics import update_row_statistics as kernel
 
-        kernel(statistics, logits, labels, entropy=entropy, **kernel_arguments(transform, tile))
+        kernel(statistics, logits, labels, transform, tile, entropy=entropy)
         return
     z, _ = transformed(logits, transform, tile)
     maximum = torch.maximum(statistics[MAX], z.amax(1))
@@ -136,11 +93,10 @@ def row_gradient(
             labels,
             logsumexp,
             entropy,
-            gradients.logprobs,
-            gradients.logsumexp,
-            gradients.entropy,
-            out_dtype=operand_dtype,
-            **kernel_arguments(transform, tile),
+            gradients,
+            transform,
+            tile,
+            operand_dtype=operand_dtype,
         )
     if tile.num_columns == 0:
         return torch.zeros_like(logits)
@@ -167,18 +123,6 @@ def row_gradient(
     if transform.logit_scale != 1.0:
         dz *= transform.logit_scale
     return torch.nn.functional.pad(dz, (0, logits.shape[1] - tile.num_columns))
-
-
-def kernel_arguments(transform: LogitTransform, tile: VocabularyTile) -> dict[str, Any]:
-    """The keyword arguments that all kernels of logits share."""
-    return {
-        "first_column": tile.first_column,
-        "num_columns": tile.num_columns,
-        "bias": tile.bias,
-        "temperature": transform.temperature,
-        "softcap": transform.softcap,
-        "logit_scale": transform.logit_scale,
-    }
 
 
 def label_columns(labels: Tensor, tile: VocabularyTile) -> tuple[Tensor, Tensor]:
