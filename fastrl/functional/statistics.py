@@ -1,11 +1,10 @@
-"""What the head says of each token, and how it is put together from pieces of the vocabulary."""
+"""What the head says of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
 
 
@@ -45,48 +44,3 @@ class TokenStatistics:
         """The vectors that are there, in the order of the fields."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if value is not None]
-
-
-# Rows of the running statistics [4, R] of a part of the vocabulary.
-MAX, SUM_EXP, SUM_SHIFTED, LABEL = range(4)
-
-
-def new_running_statistics(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4, R] statistics of no columns: max m, s = sum e^(z-m), u = sum (z-m) e^(z-m), z[label].
-
-    u is kept relative to the max, so that entropy = log s - u / s has no cancellation.
-    """
-    statistics = torch.zeros(4, num_rows, dtype=dtype, device=device)
-    statistics[MAX].fill_(-torch.inf)
-    statistics[LABEL].fill_(-torch.inf)
-    return statistics
-
-
-def merge_running_statistics(
-    parts: Tensor,  # [N, 4, R]
-) -> Tensor:  # [4, R]
-    """Running statistics of the union of disjoint parts of the vocabulary."""
-    maximum = parts[:, MAX].amax(0)
-    shift = parts[:, MAX] - finite_or_zero(maximum)
-    # Twice, since m may be a reference below the maximum: the scale alone could underflow.
-    root = (shift * 0.5).exp()
-    sum_exp = parts[:, SUM_EXP] * root * root
-    # An empty part has shift -inf and sum 0: its product would be NaN.
-    shifted = parts[:, SUM_SHIFTED] * root * root + torch.where(sum_exp > 0, shift * sum_exp, 0)
-    return torch.stack([maximum, sum_exp.sum(0), shifted.sum(0), parts[:, LABEL].amax(0)])
-
-
-def finish_statistics(statistics: Tensor, entropy: bool) -> TokenStatistics:  # [4, R]
-    """Token statistics of running statistics that cover the whole vocabulary."""
-    log_sum = statistics[SUM_EXP].log()
-    return TokenStatistics(
-        # Not label - logsumexp: two large numbers would lose the digits of log_sum.
-        logprobs=(statistics[LABEL] - finite_or_zero(statistics[MAX])) - log_sum,
-        entropy=log_sum - statistics[SUM_SHIFTED] / statistics[SUM_EXP] if entropy else None,
-        logsumexp=statistics[MAX] + log_sum,
-    )
-
-
-def finite_or_zero(maximum: Tensor) -> Tensor:
-    """`maximum` with -inf replaced by 0: the safe shift of a row without a finite logit."""
-    return torch.where(maximum == -torch.inf, torch.zeros_like(maximum), maximum)

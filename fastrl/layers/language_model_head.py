@@ -17,10 +17,10 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.call import HeadCall, check_inputs
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, extra_statistics
+from fastrl.functional.head.recompute import streaming_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
-from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import linear_logprobs
-from fastrl.functional import linear_logprobs as linear_module
+from fastrl.functional.head import recompute
 from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
@@ -154,13 +154,13 @@ def test_rows_whose_gradient_is_zero_are_dropped_where_asked_for(
 ) -> None:
     tensors = HeadCase("plain", unlabelled=(2,)).tensors()
     counts: list[int] = []
-    whole = linear_module.recompute_backward
+    whole = recompute.recompute_backward
 
     def counted(hidden: Tensor, *arguments: object) -> object:
         counts.append(len(hidden))
         return whole(hidden, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(linear_module, "recompute_backward", counted)
+    monkeypatch.setattr(recompute, "recompute_backward", counted)
     upstream = [draw.clone() for draw in tensors.upstream()]
     for draw in upstream:
         draw[[0, 5, 6]] = 0.0

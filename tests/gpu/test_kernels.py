@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.statistics import LABEL
+from fastrl.functional.head.running import LABEL
 from fastrl.kernels import can_run_fused
 from fastrl.kernels.arguments import RowGradients, VocabularyTile
 from fastrl.kernels.exponentials import finish_exponentials

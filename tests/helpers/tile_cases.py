@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastrl.functional.head.running import finish_statistics, new_running_statistics
 from fastrl.functional.head.torch_rows import row_gradient, update_row_statistics
-from fastrl.functional.statistics import (
-    TokenStatistics,
-    finish_statistics,
-    new_running_statistics,
-)
+from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 # Relative error of rounding to bf16: the interpreter cuts off where a GPU rounds to nearest.

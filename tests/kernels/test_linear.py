@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.statistics import (
-    LABEL,
-    SUM_EXP,
-    SUM_SHIFTED,
-    merge_running_statistics,
-)
+from fastrl.functional.head.running import LABEL, SUM_EXP, SUM_SHIFTED, merge_running_statistics
 from fastrl.kernels import linear
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.exponentials import finish_exponentials

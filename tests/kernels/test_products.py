@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastrl import kernels
 from fastrl.functional.head.call import check_inputs
+from fastrl.functional.head.recompute import streaming_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
-from fastrl.functional.linear_logprobs import streaming_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import linear
 from fastrl.kernels.arguments import LogitTransform

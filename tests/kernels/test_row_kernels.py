@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED
+from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED
 from fastrl.kernels import row_gradient as gradient_module
 from fastrl.kernels import row_statistics as statistics_module
 from fastrl.kernels.arguments import VocabularyTile

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl.functional.head.matmul import compute_dtype
-from fastrl.functional.statistics import merge_running_statistics
+from fastrl.functional.head.running import merge_running_statistics
 from fastrl.kernels.arguments import LogitTransform, VocabularyTile
 from fastrl.parallel import (
     ParallelGroups,

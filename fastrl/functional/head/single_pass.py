@@ -16,13 +16,10 @@ from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.hidden_gradient import HiddenGradient
 from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.recompute import forward_statistics
+from fastrl.functional.head.running import finish_statistics, new_running_statistics
 from fastrl.functional.head.tile_ops import LogitsChunk
-from fastrl.functional.linear_logprobs import forward_statistics
-from fastrl.functional.statistics import (
-    TokenStatistics,
-    finish_statistics,
-    new_running_statistics,
-)
+from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run
 from fastrl.kernels.arguments import RowGradients
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
+from fastrl.functional.head.running import LABEL, new_running_statistics
 from fastrl.functional.head.torch_rows import row_gradient, update_row_statistics
-from fastrl.functional.statistics import LABEL, TokenStatistics, new_running_statistics
+from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import kernels
-from fastrl.functional.statistics import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
+from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 
