@@ -1,16 +1,14 @@
-"""The streaming head: statistics of labels under softmax(h W^T), differentiable, without logits.
+"""The public op: statistics of labels under softmax(h W^T), differentiable, without logits.
 
-`linear_logprobs` is the public op, with the `recompute` strategy: its forward keeps nothing of
-vocabulary size and its backward computes logits again, tile by tile. `single_pass` is the
-`single_pass` strategy. Both stand on `products` and differ in the order of the work only.
+It takes the strategy `recompute`; the parts of the op are in `fastrl.functional.head`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fastrl.functional.head.call import check_inputs
-from fastrl.functional.head.recompute import streaming_logprobs
+from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
@@ -92,4 +90,4 @@ def linear_logprobs(
         rows=rows,
         drop_inactive_rows=drop_inactive_rows,
     )
-    return streaming_logprobs(hidden_states, weight, bias, call, gradient_rows)
+    return recompute_logprobs(call, gradient_rows)

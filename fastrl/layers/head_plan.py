@@ -1,4 +1,4 @@
-"""Which rows of a batch enter the head, and in which chunks: decided on the host.
+"""What a pass of the head computes, decided on the host before it runs.
 
 Nothing here waits for the device, but for batches made by hand without row sets.
 """
@@ -6,6 +6,7 @@ Nothing here waits for the device, but for batches made by hand without row sets
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,102 @@ from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 Losses = Mapping[str, LanguageModelLoss[Any]]
 
 
+@dataclass(frozen=True)
+class HeadPlan:
+    """One pass over the logits.
+
+    Attributes:
+        batch: this rank's, at the scale of the logits that the losses see.
+        rows: the tokens whose statistics are computed.
+        losses: by name, those that see these logits; none in evaluation.
+        gradient_rows: rows that some loss may have a value or gradient at.
+        entropy: whether the entropy is computed.
+        statistics: the rarer statistics that the losses are functions of.
+        chunk_ends: ends of the chunks of `single_pass`; None for `recompute`.
+        has_logprobs: whether its statistics are the log-probabilities that the caller asked for.
+    """
+
+    batch: BatchKwargs
+    rows: RowSet
+    losses: Losses
+    gradient_rows: RowSet
+    entropy: bool
+    statistics: frozenset[str] = frozenset()
+    chunk_ends: list[int] | None = None
+    has_logprobs: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """`recompute` or `single_pass`."""
+        return "recompute" if self.chunk_ends is None else "single_pass"
+
+
+def plan_losses(
+    config: LanguageModelHeadConfig,
+    groups: ParallelGroups,
+    batch: BatchKwargs,
+    losses: Losses,
+    dtype: torch.dtype,
+    itemsize: int,
+    return_logprobs: bool,
+) -> list[HeadPlan]:
+    """A pass for the losses of each scale of the logits, 1 first; then one for each distillation.
+
+    Args:
+        config: of the head.
+        groups: of the head.
+        batch: this rank's.
+        losses: of the head.
+        dtype: of hidden states and weight.
+        itemsize: bytes an element of the logits of `single_pass`.
+        return_logprobs: whether the caller reads the log-probabilities of all labels.
+
+    Raises:
+        ValueError: the strategy `single_pass` is asked for where it is not possible.
+    """
+    plans: list[HeadPlan] = []
+    by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
+    for name, loss in losses.items():
+        if "divergence" not in loss.needs:
+            by_scale.setdefault(loss.config.logits_scale, {})[name] = loss
+    for scale in sorted(by_scale, key=lambda scale: (scale != 1, scale)):
+        same = by_scale[scale]
+        needs = frozenset[str]().union(*(loss.needs for loss in same.values()))
+        scaled = _at_scale(batch, scale)
+        active = gradient_rows(scaled, same)
+        has_logprobs = return_logprobs and scale == 1
+        reads_all = config.metrics or has_logprobs
+        plan = HeadPlan(
+            scaled,
+            labelled_rows(scaled) if reads_all else active,
+            same,
+            active,
+            entropy=reads_all or "entropy" in needs,
+            statistics=needs & frozenset(STATISTIC_NAMES),
+            chunk_ends=single_pass_chunks(config, groups, scaled, active, same, dtype, itemsize),
+            has_logprobs=has_logprobs,
+        )
+        plans.append(plan)
+    for name, loss in losses.items():
+        if "divergence" in loss.needs:
+            if config.strategy == "single_pass":
+                raise ValueError(
+                    "`strategy: single_pass` must not be given with a loss of type `distillation`,"
+                    " which takes a pass over both heads' logits of its own; use `auto` or"
+                    " `recompute`."
+                )
+            scaled = _at_scale(batch, loss.config.logits_scale)
+            rows = labelled_rows(scaled)
+            plans.append(HeadPlan(scaled, rows, {name: loss}, rows, entropy=False))
+    return plans
+
+
+def plan_statistics(batch: BatchKwargs, *, entropy: bool) -> HeadPlan:
+    """The pass that computes statistics of all labels, without a loss."""
+    rows = labelled_rows(batch)
+    return HeadPlan(batch, rows, {}, rows, entropy)
+
+
 def weight_rows(config: LanguageModelHeadConfig) -> int:
     """Rows of the whole weight, padding included."""
     return config.padded_vocab_size or config.vocab_size
@@ -30,8 +127,10 @@ def head_splits_tokens(groups: ParallelGroups) -> bool:
     return groups.sp is not None and groups.tp is None
 
 
-def sequence_slice(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
-    """This rank's tokens under sequence parallelism with a replicated weight."""
+def own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
+    """The tokens of this rank's head: its slice where the head splits them."""
+    if not head_splits_tokens(groups):
+        return batch
     size, rank = group_size(groups.sp), group_rank(groups.sp)
     step, remainder = divmod(batch.num_tokens, size)
     if remainder:
@@ -102,3 +201,8 @@ def single_pass_chunks(
     if config.strategy == "auto" and (has_few_rows or dtype == torch.float16):
         return None
     return chunk_ends
+
+
+def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
+    """The batch for a loss that sees the logits times `scale`."""
+    return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)

@@ -12,23 +12,29 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 
-from fastrl.config.losses import AnyLossConfig, DistillationLossConfig, LanguageModelHeadConfig
+from fastrl.config.losses import (
+    AnyLossConfig,
+    DistillationLossConfig,
+    KeepSetConfig,
+    LanguageModelHeadConfig,
+)
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.head.call import HeadCall, check_inputs
+from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
-from fastrl.functional.head.extra_statistics import STATISTIC_NAMES, extra_statistics
-from fastrl.functional.head.recompute import streaming_logprobs
+from fastrl.functional.head.extra_statistics import extra_statistics
+from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
-    gradient_rows,
+    HeadPlan,
     head_splits_tokens,
-    labelled_rows,
-    sequence_slice,
-    single_pass_chunks,
+    own_tokens,
+    plan_losses,
+    plan_statistics,
     weight_rows,
 )
 from fastrl.layers.losses import (
@@ -66,6 +72,15 @@ class HeadOutput:
     entropy: Tensor | None  # [T]
     strategy: str | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _PassResult:
+    """What one pass gives: the sum of its weighted losses, their metrics, detached statistics."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    statistics: TokenStatistics
 
 
 # FSDP2 looks for the tensors of a module's output in it; before torch 2.13 only in known classes.
@@ -222,147 +237,138 @@ class LanguageModelHead(nn.Module):
             ValueError: the batch lacks what a loss needs, a shape does not fit, the strategy
                 `single_pass` is not possible for the batch, or a teacher is missing or not used.
         """
-        if self.head_splits_tokens:
-            batch = sequence_slice(batch, self.groups)
+        batch = own_tokens(batch, self.groups)
         self._check_teacher(teacher)
-        named = self._named_statistics(hidden_states, batch, statistics)
-        if not self.training or not self.losses:
-            result = self._evaluate(hidden_states, batch).map(self._of_all_tokens)
-            return HeadOutput(None, {}, result.logprobs, result.entropy, None, named)
-        passes = [
-            self._pass(hidden_states, batch, scale, losses, return_logprobs)
-            for scale, losses in self._passes().items()
-        ]
-        if teacher is not None:
-            passes.append(self._distillation(hidden_states, batch, teacher))
-        first = passes[0]
-        if return_logprobs and first.logprobs is None:
+        plans: list[HeadPlan] = []
+        if self.training:
+            itemsize = chunk_itemsize(hidden_states, self.local_weight)
+            dtype = hidden_states.dtype
+            plans = plan_losses(
+                self.config, self.groups, batch, self.losses, dtype, itemsize, return_logprobs
+            )
+        results = [self._run(plan, hidden_states, teacher) for plan in plans]
+        read: TokenStatistics | None = None
+        if plans and plans[0].has_logprobs:
+            read = results[0].statistics
+        elif return_logprobs or not plans:
             with torch.no_grad():
-                result = self._evaluate(hidden_states, batch)
-            first = replace(first, logprobs=result.logprobs, entropy=result.entropy)
+                read = self._statistics(plan_statistics(batch, entropy=True), hidden_states)
         return HeadOutput(
-            torch.stack([part.loss for part in passes if part.loss is not None]).sum(),
-            {name: value for part in passes for name, value in part.metrics.items()},
-            None if first.logprobs is None else self._of_all_tokens(first.logprobs),
-            None if first.entropy is None else self._of_all_tokens(first.entropy),
-            first.strategy,
-            named,
+            torch.stack([result.loss for result in results]).sum() if results else None,
+            {name: value for result in results for name, value in result.metrics.items()},
+            None if read is None else self._of_all_tokens(read.logprobs),
+            None if read is None or read.entropy is None else self._of_all_tokens(read.entropy),
+            plans[0].strategy if plans and self._needs_gradient(hidden_states) else None,
+            self._named_statistics(hidden_states, batch, statistics),
+        )
+
+    def _run(self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher | None) -> _PassResult:
+        """The weighted losses of one pass, their metrics and the statistics they saw."""
+        if teacher is not None and any("divergence" in loss.needs for loss in plan.losses.values()):
+            statistics = self._divergence(plan, hidden_states, teacher)
+        elif plan.chunk_ends is not None and self._needs_gradient(hidden_states):
+            return self._run_single_pass(plan, plan.chunk_ends, hidden_states)
+        else:
+            statistics = self._statistics(plan, hidden_states)
+        terms: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        for name, loss in plan.losses.items():
+            if self.config.metrics:
+                value, of_loss = loss.with_metrics(statistics, plan.batch)
+                metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
+            else:
+                value = loss(statistics, plan.batch)
+            terms.append(loss.config.weight * value)
+        return _PassResult(torch.stack(terms).sum(), metrics, statistics.map(Tensor.detach))
+
+    def _run_single_pass(
+        self, plan: HeadPlan, chunk_ends: list[int], hidden_states: Tensor
+    ) -> _PassResult:
+        losses, compact = plan.losses, plan.batch.select(plan.gradient_rows.index)
+
+        def chunk_loss(statistics: TokenStatistics, start: int, stop: int) -> Tensor:
+            chunk = compact.select(slice(start, stop))
+            terms = [loss.config.weight * loss(statistics, chunk) for loss in losses.values()]
+            return torch.stack(terms).sum()
+
+        value, statistics = single_pass(
+            self._call(plan, hidden_states),
+            chunk_loss,
+            gradient_rows=plan.gradient_rows.index,
+            chunk_ends=chunk_ends,
+        )
+        metrics: dict[str, Tensor] = {}
+        if self.config.metrics:
+            for name, loss in losses.items():
+                of_loss = loss.metrics(statistics, plan.batch)
+                metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
+        return _PassResult(value, metrics, statistics)
+
+    def _statistics(self, plan: HeadPlan, hidden_states: Tensor) -> TokenStatistics:
+        """Statistics of the labels, over the sampler's keep-set if the config has one."""
+        call = self._call(plan, hidden_states)
+        rows = plan.gradient_rows.index
+        if self.config.keep is None:
+            statistics = recompute_logprobs(call, rows)
+        else:
+            keep = _keep_set(self.config.keep, plan.batch)
+            statistics = masked_logprobs(call, keep, gradient_rows=rows)
+        if not plan.statistics:
+            return statistics
+        return replace(statistics, **extra_statistics(call, plan.statistics, gradient_rows=rows))
+
+    def _divergence(
+        self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher
+    ) -> TokenStatistics:
+        """The divergence from the teacher, and no other statistic."""
+        (loss,) = plan.losses.values()
+        assert isinstance(loss.config, DistillationLossConfig)
+        call = self._call(plan, hidden_states)
+        value = teacher_divergence(call, teacher, loss.config.divergence, loss.config.beta)
+        none = torch.zeros_like(value)
+        return TokenStatistics(none, None, none, divergence=value)
+
+    def _named_statistics(
+        self, hidden_states: Tensor, batch: BatchKwargs, names: Collection[str]
+    ) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        call = self._call(plan_statistics(batch, entropy=False), hidden_states)
+        with torch.no_grad():
+            found = extra_statistics(call, names)
+        return {name: self._of_all_tokens(value) for name, value in found.items()}
+
+    def _call(self, plan: HeadPlan, hidden_states: Tensor) -> HeadCall:
+        config = self.config
+        return check_inputs(
+            hidden_states,
+            self.local_weight,
+            plan.batch.labels,
+            bias=self.local_bias,
+            transform=LogitTransform(plan.batch.temperature, config.softcap, config.logit_scale),
+            vocab_size=config.vocab_size,
+            weight_rows=self.weight_rows,
+            groups=self.groups,
+            chunk_size=config.chunk_size,
+            max_logits_bytes=config.max_logits_bytes,
+            entropy=plan.entropy,
+            rows=plan.rows.index,
+            drop_inactive_rows=config.drop_inactive_rows,
         )
 
     def _of_all_tokens(self, values: Tensor) -> Tensor:
-        """[T] of the batch, also where each rank of `sp` computed its slice."""
+        """[T] of the batch, detached, also where each rank of `sp` computed its slice."""
+        values = values.detach()
         if not self.head_splits_tokens:
             return values
         assert self.groups.sp is not None
         return gather_first_dim(values, self.groups.sp)
 
-    def _passes(self) -> dict[float, Losses]:
-        """The losses by the scale of the logits that they see, 1 first: a pass for each."""
-        passes: dict[float, Losses] = {}
-        for name, loss in self.losses.items():
-            if "divergence" not in loss.needs:
-                passes.setdefault(loss.config.logits_scale, {})[name] = loss
-        return dict(sorted(passes.items(), key=lambda item: (item[0] != 1, item[0])))
-
-    def _pass(
-        self,
-        hidden_states: Tensor,
-        batch: BatchKwargs,
-        scale: float,
-        losses: Losses,
-        return_logprobs: bool,
-    ) -> HeadOutput:
-        """Losses that see the same logits, from one pass over them."""
-        return_logprobs = return_logprobs and scale == 1
-        batch = _at_scale(batch, scale)
-        active = gradient_rows(batch, losses)
-        wants_all = self.config.metrics or return_logprobs
-        rows = (labelled_rows(batch) if wants_all else active).index
-        needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
-        call = self._call(hidden_states, batch, wants_all or "entropy" in needs, rows)
-        itemsize = chunk_itemsize(hidden_states, self.local_weight)
-        chunk_ends = single_pass_chunks(
-            self.config, self.groups, batch, active, losses, hidden_states.dtype, itemsize
+    def _needs_gradient(self, hidden_states: Tensor) -> bool:
+        tensors = (hidden_states, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in tensors
         )
-        needs_gradient = self._needs_gradient(hidden_states)
-        metrics: dict[str, Tensor] = {}
-        if chunk_ends is not None and needs_gradient:
-            compact = batch.select(active.index)
-            loss, statistics = single_pass(
-                hidden_states,
-                self.local_weight,
-                self.local_bias,
-                call,
-                lambda statistics, start, stop: _weighted_sum(
-                    losses, statistics, compact.select(slice(start, stop))
-                ),
-                gradient_rows=active.index,
-                chunk_ends=chunk_ends,
-            )
-            if self.config.metrics:
-                metrics = _metrics(losses, statistics, batch)
-        else:
-            statistics = self._statistics(hidden_states, batch, call, active.index)
-            more = extra_statistics(
-                hidden_states,
-                self.local_weight,
-                self.local_bias,
-                call,
-                needs & frozenset(STATISTIC_NAMES),
-                gradient_rows=active.index,
-            )
-            statistics = replace(statistics, **more)
-            loss, metrics = self._sum(losses, statistics, batch)
-        statistics = statistics.map(Tensor.detach)
-        strategy = "recompute" if chunk_ends is None else "single_pass"
-        return HeadOutput(
-            loss,
-            metrics,
-            statistics.logprobs if return_logprobs else None,
-            statistics.entropy if return_logprobs else None,
-            strategy if needs_gradient else None,
-        )
-
-    def _distillation(
-        self, hidden_states: Tensor, batch: BatchKwargs, teacher: Teacher
-    ) -> HeadOutput:
-        """The losses that compare with a teacher: a pass over both heads' logits for each."""
-        if self.config.strategy == "single_pass":
-            raise ValueError(
-                "`strategy: single_pass` must not be given with a loss of type `distillation`,"
-                " which takes a pass over both heads' logits of its own; use `auto` or `recompute`."
-            )
-        total: list[Tensor] = []
-        metrics: dict[str, Tensor] = {}
-        rows = labelled_rows(batch).index
-        for name, loss in self.losses.items():
-            config = loss.config
-            if not isinstance(config, DistillationLossConfig):
-                continue
-            scaled = _at_scale(batch, config.logits_scale)
-            divergence = teacher_divergence(
-                hidden_states,
-                self.local_weight,
-                self.local_bias,
-                self._call(hidden_states, scaled, False, rows),
-                teacher,
-                config.divergence,
-                config.beta,
-            )
-            none = torch.zeros_like(divergence)
-            statistics = TokenStatistics(none, None, none, divergence=divergence)
-            value, of_loss = self._sum({name: loss}, statistics, scaled)
-            total.append(value)
-            metrics |= of_loss
-        return HeadOutput(torch.stack(total).sum(), metrics, None, None, "recompute")
-
-    def _sum(
-        self, losses: Losses, statistics: TokenStatistics, batch: BatchKwargs
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum of the losses, and their metrics where the config asks for them."""
-        if self.config.metrics:
-            return _sum_with_metrics(losses, statistics, batch)
-        return _weighted_sum(losses, statistics, batch), {}
 
     def _check_teacher(self, teacher: Teacher | None) -> None:
         names = [name for name, loss in self.losses.items() if "divergence" in loss.needs]
@@ -374,108 +380,13 @@ class LanguageModelHead(nn.Module):
                 f" mode: it has no effect, the losses are {list(self.losses)}."
             )
 
-    def _evaluate(self, hidden_states: Tensor, batch: BatchKwargs) -> TokenStatistics:
-        """Log-probabilities and entropies of all labels, detached."""
-        rows = labelled_rows(batch).index
-        call = self._call(hidden_states, batch, True, rows)
-        return self._statistics(hidden_states, batch, call, None).map(Tensor.detach)
 
-    def _named_statistics(
-        self, hidden_states: Tensor, batch: BatchKwargs, names: Collection[str]
-    ) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        call = self._call(hidden_states, batch, False, labelled_rows(batch).index)
-        with torch.no_grad():
-            found = extra_statistics(hidden_states, self.local_weight, self.local_bias, call, names)
-        return {name: self._of_all_tokens(value) for name, value in found.items()}
-
-    def _needs_gradient(self, hidden_states: Tensor) -> bool:
-        tensors = (hidden_states, self.weight, self.bias)
-        return torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors
+def _keep_set(config: KeepSetConfig, batch: BatchKwargs) -> KeepSet:
+    """The sampler's keep-set of a batch."""
+    if config.recorded and batch.kept_tokens is None:
+        raise ValueError(
+            "`kept_tokens` must be in the batch with `keep.recorded`, got None; give each Document"
+            " `kept_tokens`."
         )
-
-    def _call(
-        self, hidden_states: Tensor, batch: BatchKwargs, entropy: bool, rows: Tensor
-    ) -> HeadCall:
-        return check_inputs(
-            hidden_states,
-            self.local_weight,
-            batch.labels,
-            bias=self.local_bias,
-            transform=LogitTransform(
-                batch.temperature, self.config.softcap, self.config.logit_scale
-            ),
-            vocab_size=self.config.vocab_size,
-            weight_rows=self.weight_rows,
-            groups=self.groups,
-            chunk_size=self.config.chunk_size,
-            max_logits_bytes=self.config.max_logits_bytes,
-            entropy=entropy,
-            rows=rows,
-            drop_inactive_rows=self.config.drop_inactive_rows,
-        )
-
-    def _statistics(
-        self,
-        hidden_states: Tensor,
-        batch: BatchKwargs,
-        call: HeadCall,
-        gradient_rows: Tensor | None,
-    ) -> TokenStatistics:
-        """Statistics of the labels, over the sampler's keep-set if the config has one."""
-        keep = self.config.keep
-        if keep is None:
-            return streaming_logprobs(
-                hidden_states, self.local_weight, self.local_bias, call, gradient_rows
-            )
-        tokens = None
-        if keep.recorded:
-            if batch.kept_tokens is None:
-                raise ValueError(
-                    "`kept_tokens` must be in the batch with `keep.recorded`, got None; give each"
-                    " Document `kept_tokens`."
-                )
-            tokens = batch.kept_tokens
-        return masked_logprobs(
-            hidden_states,
-            self.local_weight,
-            self.local_bias,
-            call,
-            KeepSet(keep.top_k, keep.top_p, keep.min_p, tokens),
-            gradient_rows=gradient_rows,
-        )
-
-
-Losses = dict[str, LanguageModelLoss[Any]]
-
-
-def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
-    """The batch for a loss that sees the logits times `scale`."""
-    return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
-
-
-def _weighted_sum(losses: Losses, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-    terms = [loss.config.weight * loss(statistics, batch) for loss in losses.values()]
-    return torch.stack(terms).sum()
-
-
-def _metrics(losses: Losses, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-    return {
-        f"{name}/{metric}": value
-        for name, loss in losses.items()
-        for metric, value in loss.metrics(statistics, batch).items()
-    }
-
-
-def _sum_with_metrics(
-    losses: Losses, statistics: TokenStatistics, batch: BatchKwargs
-) -> tuple[Tensor, dict[str, Tensor]]:
-    terms: list[Tensor] = []
-    metrics: dict[str, Tensor] = {}
-    for name, loss in losses.items():
-        value, of_loss = loss.with_metrics(statistics, batch)
-        terms.append(loss.config.weight * value)
-        metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
-    return torch.stack(terms).sum(), metrics
+    tokens = batch.kept_tokens if config.recorded else None
+    return KeepSet(config.top_k, config.top_p, config.min_p, tokens)

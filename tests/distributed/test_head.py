@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
-from fastrl.functional.head.call import check_inputs
+from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.sharding import finish_weight_gradient
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
 from fastrl.kernels.arguments import LogitTransform
@@ -158,7 +159,7 @@ def sum_over_ranks(part: float) -> float:
         max_logits_bytes=1, entropy=False, rows=None,
     )  # fmt: skip
     mine = torch.full((1, 1), part if dist.get_rank() else 256.0, dtype=torch.bfloat16)
-    total = call.finish_weight_gradient(mine, torch.bfloat16)
+    total = finish_weight_gradient(mine, torch.bfloat16, call.groups)
     assert total is not None
     return total.item()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl import linear_logprobs
 from fastrl.functional.head import recompute
+from fastrl.functional.head.call import HeadCall
 from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
@@ -156,9 +157,9 @@ def test_rows_whose_gradient_is_zero_are_dropped_where_asked_for(
     counts: list[int] = []
     whole = recompute.recompute_backward
 
-    def counted(hidden: Tensor, *arguments: object) -> object:
-        counts.append(len(hidden))
-        return whole(hidden, *arguments)  # type: ignore[arg-type]
+    def counted(call: HeadCall, rows: Tensor, *arguments: object) -> object:
+        counts.append(len(rows))
+        return whole(call, rows, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recompute, "recompute_backward", counted)
     upstream = [draw.clone() for draw in tensors.upstream()]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastrl import kernels
-from fastrl.functional.head.call import check_inputs
-from fastrl.functional.head.recompute import streaming_logprobs
+from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.functional.statistics import TokenStatistics
@@ -57,16 +57,15 @@ def run(
     )  # fmt: skip
     weights = tensors.upstream()
     weights = weights if entropy else [weights[0], weights[2]]
-    inputs = (tensors.hidden_states, tensors.weight, tensors.bias)
     if strategy == "recompute":
-        statistics = streaming_logprobs(*inputs, call, None)
+        statistics = recompute_logprobs(call)
         loss = value(statistics, weights)
     else:
         count = len(call.rows)
         ends = [count] if count < 2 or strategy == "one_chunk" else [count // 2, count]
         compact = [w[call.rows] for w in weights]
         loss, statistics = single_pass(
-            *inputs, call,
+            call,
             lambda part, start, stop: value(part, [w[start:stop] for w in compact]),
             gradient_rows=call.rows, chunk_ends=ends,
         )  # fmt: skip

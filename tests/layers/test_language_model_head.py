@@ -156,7 +156,8 @@ def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.Mon
     head = make_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
     hidden = make_hidden(batch)
     with monkeypatch.context() as patch:
-        patch.setattr(head, "_evaluate", None)  # the second pass that there must not be
+        # The second pass that there must not be.
+        patch.setattr("fastrl.layers.language_model_head.plan_statistics", None)
         output = head(hidden, batch, return_logprobs=True)
     assert output.strategy == strategy
     assert output.logprobs is not None

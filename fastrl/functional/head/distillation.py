@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import (
-    full_rows,
-    row_logsumexp,
-    to_columns,
-    vocabulary_sum,
-)
+from fastrl.functional.head.full_rows import full_rows, row_logsumexp
 from fastrl.functional.head.matmul import matmul
+from fastrl.functional.head.sharding import gather_hidden, to_columns, vocabulary_sum
 from fastrl.functional.head.torch_rows import transformed
 from fastrl.kernels.arguments import LogitTransform
 
@@ -46,9 +42,6 @@ class Teacher:
 
 
 def teacher_divergence(
-    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
-    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
-    bias: Tensor | None,  # [V] or [V_local]
     call: HeadCall,
     teacher: Teacher,
     divergence: Divergence,
@@ -64,10 +57,7 @@ def teacher_divergence(
                         dz = (1 - beta) S (log S - log M - KL(S, M))
 
     Args:
-        hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
-        weight: the student's.
-        bias: the student's.
-        call: from `check_inputs`.
+        call: of the student, from `check_inputs`.
         teacher: gets no gradient.
         divergence: which.
         beta: only for `jensen_shannon`.
@@ -75,12 +65,12 @@ def teacher_divergence(
     Raises:
         ValueError: the teacher's tensors do not fit the student's, or its cap is not positive.
     """
-    _check_teacher(teacher, hidden_states, weight)
+    _check_teacher(teacher, call.hidden_states, call.weight)
     tp = call.groups.tp
-    teacher_hidden = call.gather_hidden(teacher.hidden_states.detach())
+    teacher_hidden = gather_hidden(teacher.hidden_states.detach(), call.groups)
     transform = LogitTransform(call.transform.temperature, teacher.softcap, teacher.logit_scale)
     teacher_bias = None if teacher.bias is None else teacher.bias.detach()
-    tile = replace(call.tile(None, 0, weight.shape[0]), bias=teacher_bias)
+    tile = replace(call.tile(), bias=teacher_bias)
 
     def value(z: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
@@ -92,7 +82,7 @@ def teacher_divergence(
         per_token = column_divergence(log_s, log_t, divergence, beta).sum(1)
         return vocabulary_sum(per_token, tp)[None]
 
-    return full_rows(hidden_states, weight, bias, call, value, 1)[0]
+    return full_rows(call, value, 1)[0]
 
 
 def column_divergence(

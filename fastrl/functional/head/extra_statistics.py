@@ -9,23 +9,14 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import (
-    full_rows,
-    label_logits,
-    row_logsumexp,
-    row_maximum,
-    to_columns,
-    vocabulary_sum,
-)
+from fastrl.functional.head.full_rows import full_rows, label_logits, row_logsumexp, row_maximum
+from fastrl.functional.head.sharding import to_columns, vocabulary_sum
 
 StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")
 
 
 def extra_statistics(
-    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
-    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
-    bias: Tensor | None,  # [V] or [V_local]
     call: HeadCall,
     names: Collection[str],
     *,
@@ -49,7 +40,7 @@ def extra_statistics(
     if not wanted:
         return {}
     tp = call.groups.tp
-    tile = call.tile(bias, 0, weight.shape[0])
+    tile = call.tile()
 
     def statistics(z: Tensor, rows: Tensor) -> Tensor:
         values: list[Tensor] = []
@@ -65,15 +56,7 @@ def extra_statistics(
                 values.append((label >= row_maximum(z, tp)).to(z.dtype))
         return torch.stack(values)
 
-    outputs = full_rows(
-        hidden_states,
-        weight,
-        bias,
-        call,
-        statistics,
-        len(wanted),
-        gradient_rows=gradient_rows,
-    )
+    outputs = full_rows(call, statistics, len(wanted), gradient_rows=gradient_rows)
     result = dict(zip(wanted, outputs.unbind(), strict=True))
     if "is_argmax" in result:
         result["is_argmax"] = result["is_argmax"].detach() > 0.5

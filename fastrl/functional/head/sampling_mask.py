@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import (
-    full_rows,
-    label_logits,
-    row_logsumexp,
-    row_maximum,
-    to_columns,
-    vocabulary_sum,
-)
+from fastrl.functional.head.full_rows import full_rows, label_logits, row_logsumexp, row_maximum
+from fastrl.functional.head.sharding import to_columns, vocabulary_sum
 from fastrl.functional.head.torch_rows import label_columns
 from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
@@ -43,9 +37,6 @@ class KeepSet:
 
 
 def masked_logprobs(
-    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
-    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
-    bias: Tensor | None,  # [V] or [V_local]
     call: HeadCall,
     keep: KeepSet,
     *,
@@ -61,9 +52,6 @@ def masked_logprobs(
     top-k, top-p, min-p, the order of Hugging Face's generation.
 
     Args:
-        hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
-        weight: the head's weight.
-        bias: the head's bias.
         call: from `check_inputs`.
         keep: which entries.
         gradient_rows: the subset of rows that can have a non-zero gradient, if known.
@@ -72,7 +60,7 @@ def masked_logprobs(
         logprobs, entropy and logsumexp [T] of the renormalised distribution; 0 without label.
     """
     tp = call.groups.tp
-    tile = call.tile(bias, 0, weight.shape[0])
+    tile = call.tile()
 
     def statistics(z: Tensor, rows: Tensor) -> Tensor:
         labels = call.labels[rows]
@@ -88,9 +76,7 @@ def masked_logprobs(
         logprobs = label_logits(z, labels, tile, tp) - logsumexp
         return torch.stack([logprobs, entropy, logsumexp])
 
-    outputs = full_rows(
-        hidden_states, weight, bias, call, statistics, 3, gradient_rows=gradient_rows
-    )
+    outputs = full_rows(call, statistics, 3, gradient_rows=gradient_rows)
     return TokenStatistics(*outputs.unbind())
 
 

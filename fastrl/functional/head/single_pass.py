@@ -14,10 +14,14 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
-from fastrl.functional.head.hidden_gradient import HiddenGradient
-from fastrl.functional.head.matmul import compute_dtype
 from fastrl.functional.head.recompute import forward_statistics
 from fastrl.functional.head.running import finish_statistics, new_running_statistics
+from fastrl.functional.head.sharding import (
+    HiddenGradient,
+    finish_weight_gradient,
+    gather_hidden,
+    merge_over_vocabulary,
+)
 from fastrl.functional.head.tile_ops import LogitsChunk
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run
@@ -28,9 +32,6 @@ ChunkLoss = Callable[[TokenStatistics, int, int], Tensor]
 
 
 def single_pass(
-    hidden_states: Tensor,  # [T, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
     call: HeadCall,
     loss: ChunkLoss,
     *,
@@ -40,9 +41,6 @@ def single_pass(
     """Sum of `loss` over chunks of rows, and the detached statistics of `call.rows`.
 
     Args:
-        hidden_states: as in `linear_logprobs`, like `weight` and `bias`.
-        weight: the head's weight.
-        bias: the head's bias.
         call: from `check_inputs`; the statistics of all its rows are returned.
         loss: called once a chunk with statistics that require gradient; only sums over rows.
         gradient_rows: rows that the loss sees. `call.rows` outside of them are known to have
@@ -55,7 +53,7 @@ def single_pass(
     """
     chunk_spans = list(zip([0, *chunk_ends[:-1]], chunk_ends, strict=True)) if chunk_ends else []
     total, logprobs, entropy, logsumexp = _SinglePassLoss.apply(
-        hidden_states, weight, bias, call, loss, gradient_rows, chunk_spans
+        *call.tensors, call.without_tensors(), loss, gradient_rows, chunk_spans
     )
     return total, TokenStatistics(logprobs, entropy, logsumexp)
 
@@ -75,8 +73,8 @@ class _SinglePassLoss(torch.autograd.Function):
         gradient_rows: Tensor,
         chunk_spans: list[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        needs = ctx.needs_input_grad[:3]
-        run = _SinglePass(hidden_states, weight, bias, call, gradient_rows, needs, len(chunk_spans))
+        call = call.on(hidden_states, weight, bias)
+        run = _SinglePass(call, gradient_rows, ctx.needs_input_grad[:3], len(chunk_spans))
         for start, stop in chunk_spans:
             run.chunk(start, stop, loss)
         ctx.gradients = run.gradients()
@@ -109,64 +107,60 @@ class _SinglePass:
 
     def __init__(
         self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         call: HeadCall,
         gradient_rows: Tensor,
         needs: Sequence[bool],
         num_chunks: int,
     ) -> None:
-        self.hidden = call.gather_hidden(hidden_states)
-        self.weight, self.bias, self.call = weight, bias, call
-        self.rows = gradient_rows
-        self.dtype = compute_dtype(weight.dtype)
-        self.loss = torch.zeros((), dtype=self.dtype, device=weight.device)
+        weight, bias = call.weight, call.bias
+        self.call, self.rows = call, gradient_rows
+        self.hidden = gather_hidden(call.hidden_states, call.groups)
+        self.loss = torch.zeros((), dtype=call.dtype, device=weight.device)
         self.parts: list[TokenStatistics] = []
-        self.grad_hidden = HiddenGradient(call, hidden_states) if needs[0] else None
+        self.grad_hidden = HiddenGradient(call) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
             # One chunk is one product, which sums in fp32 inside; several are added up in fp32.
             self.grad_weight = torch.empty(
                 weight.shape,
-                dtype=weight.dtype if num_chunks <= 1 else self.dtype,
+                dtype=weight.dtype if num_chunks <= 1 else call.dtype,
                 device=weight.device,
             )
             if num_chunks == 0:
                 self.grad_weight.zero_()
         self.grad_bias: Tensor | None = None
         if needs[2] and bias is not None:
-            self.grad_bias = torch.zeros_like(bias, dtype=self.dtype)
+            self.grad_bias = torch.zeros_like(bias, dtype=call.dtype)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, in their dtypes."""
-        finish = self.call.finish_weight_gradient
+        dtype, groups = self.call.weight.dtype, self.call.groups
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
-            finish(self.grad_weight, self.weight.dtype),
-            finish(self.grad_bias, self.weight.dtype),
+            finish_weight_gradient(self.grad_weight, dtype, groups),
+            finish_weight_gradient(self.grad_bias, dtype, groups),
         )
 
     def chunk(self, start: int, stop: int, loss: ChunkLoss) -> None:
         """Logits, statistics, loss and gradients of the rows [start, stop)."""
-        rows = self.rows[start:stop]
+        call, rows = self.call, self.rows[start:stop]
         hidden = self.hidden[rows]
         logits = LogitsChunk(
             hidden,
-            self.weight,
-            self.call.labels[rows],
-            self.call.transform.rows(rows),
-            self.call.tile(self.bias, 0, self.weight.shape[0]),
-            entropy=self.call.entropy,
+            call.weight,
+            call.labels[rows],
+            call.transform.rows(rows),
+            call.tile(),
+            entropy=call.entropy,
         )
-        running = self.call.merge_over_vocabulary(logits.running)
-        statistics = finish_statistics(running, self.call.entropy)
+        running = merge_over_vocabulary(logits.running, call.groups)
+        statistics = finish_statistics(running, call.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
         self.loss += value
         grad_logits = logits.gradient(statistics, gradients)
         if self.grad_hidden is not None:
-            self.grad_hidden.write(rows, grad_logits.times(self.weight), grad_logits.factors)
+            self.grad_hidden.write(rows, grad_logits.times(call.weight), grad_logits.factors)
             if stop == self.rows.shape[0]:
                 self.grad_hidden.end()
         if self.grad_weight is not None and start == 0:
@@ -179,7 +173,7 @@ class _SinglePass:
     def all_statistics(self) -> TokenStatistics:
         """Statistics [T] of all the call's rows; those without gradient get a forward now."""
         call = self.call
-        empty = new_running_statistics(0, self.dtype, self.hidden.device)
+        empty = new_running_statistics(0, call.dtype, self.hidden.device)
         parts = self.parts or [finish_statistics(empty, call.entropy)]
         whole = TokenStatistics(
             torch.cat([part.logprobs for part in parts]),
@@ -197,14 +191,7 @@ class _SinglePass:
         is_other.index_fill_(0, self.rows, False)
         # The count is known on the host: `nonzero` would wait for the device.
         others = torch.nonzero_static(is_other, size=num_others)[:, 0]
-        statistics = forward_statistics(
-            self.hidden[others],
-            self.weight,
-            self.bias,
-            call.labels[others],
-            call.transform.rows(others),
-            call,
-        )
+        statistics = forward_statistics(call, self.hidden, others)
         for value, other in zip(whole.vectors(), statistics.vectors(), strict=True):
             value.index_copy_(0, others, other)
         return whole

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, LanguageModelHead, TokenStatistics
 from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
 from fastrl.functional.reference import head as reference
+from fastrl.layers.head_plan import plan_statistics
 from tests.helpers.loss_cases import (
     BY_NAME,
     VOCAB_SIZE,
@@ -130,7 +131,7 @@ def test_the_same_sets_as_transformers(dtype: torch.dtype) -> None:
 
     head = make_head({}, bias=False, softcap=None, vocab_size=50, padded_vocab_size=50)
     batch = pack(policy_documents())
-    call = head._call(make_hidden(batch), batch, False, torch.arange(40))
+    call = head._call(plan_statistics(batch, entropy=False), make_hidden(batch))
     for keep, processors in filters:
         expected = z.clone()
         for processor in processors:

@@ -1,0 +1,160 @@
+"""The checks of one call of the head: every error before any collective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.matmul import compute_dtype
+from fastrl.kernels.arguments import LogitTransform
+from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_inputs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    vocab_size: int | None,
+    weight_rows: int | None,
+    groups: ParallelGroups | None,
+    chunk_size: int | None,
+    max_logits_bytes: int,
+    entropy: bool,
+    rows: Tensor | None,
+    drop_inactive_rows: bool = False,
+) -> HeadCall:
+    """The call of these arguments (those of `linear_logprobs`).
+
+    Raises:
+        ValueError: (or TypeError) naming the argument that does not fit.
+    """
+    groups = groups or ParallelGroups()
+    _check_tensors(hidden_states, weight, bias)
+    tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
+    weight_rows = weight.shape[0] * tp_size if weight_rows is None else weight_rows
+    start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
+    if stop - start != weight.shape[0]:
+        raise ValueError(
+            f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole"
+            f" weight on rank {tp_rank} of {tp_size}, got {weight.shape[0]} rows; shard it by"
+            " `vocab_shard`."
+        )
+    vocab_size = weight_rows if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= weight_rows:
+        raise ValueError(
+            f"`vocab_size` must be between 1 and the {weight_rows} rows of the weight,"
+            f" got {vocab_size}."
+        )
+    shards = group_size(groups.sp) if groups.tp is not None else 1
+    _check_labels(labels, hidden_states, hidden_states.shape[0] * shards, vocab_size)
+    _check_transform(transform, labels)
+    if isinstance(transform.temperature, Tensor):
+        # A wider temperature would widen the logits, tile by tile.
+        temperature = transform.temperature.to(compute_dtype(hidden_states.dtype))
+        transform = replace(transform, temperature=temperature)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1 row or None, got {chunk_size}.")
+    if max_logits_bytes < 1:
+        raise ValueError(f"`max_logits_bytes` must be positive, got {max_logits_bytes}.")
+    return HeadCall(
+        hidden_states=hidden_states,
+        weight=weight,
+        bias=bias,
+        labels=labels,
+        rows=(labels != -100).nonzero()[:, 0] if rows is None else rows,
+        transform=transform,
+        vocab_size=vocab_size,
+        first_column=start,
+        entropy=entropy,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        groups=groups,
+        drop_inactive_rows=drop_inactive_rows,
+    )
+
+
+def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or"
+                " run the head inside the module that `fully_shard` wraps."
+            )
+    if hidden_states.ndim != 2 or hidden_states.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            "`hidden_states` must be bf16, fp16, fp32 or float64 of shape [T, D], got"
+            f" {hidden_states.dtype} {list(hidden_states.shape)}; flatten packed batches first."
+        )
+    if (
+        weight.ndim != 2
+        or weight.shape[1] != hidden_states.shape[1]
+        or weight.dtype != hidden_states.dtype
+    ):
+        raise ValueError(
+            f"`weight` must be {hidden_states.dtype} of shape [V, {hidden_states.shape[1]}] like"
+            f" `hidden_states`, got {weight.dtype} {list(weight.shape)}; cast or gather it first"
+            " (a weight sharded by ZeRO-3 is empty outside of its module)."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"`bias` must be {weight.dtype} of shape [{weight.shape[0]}], one a row of `weight`,"
+            f" got {bias.dtype} {list(bias.shape)}."
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ValueError(
+                f"`{name}` must be on the device of `hidden_states`, {hidden_states.device}, got"
+                f" {tensor.device}."
+            )
+
+
+def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_size: int) -> None:
+    if labels.dtype != torch.int64 or labels.shape != (num_tokens,):
+        raise ValueError(
+            f"`labels` must be int64 of shape [{num_tokens}] (one a hidden state), got"
+            f" {labels.dtype} {list(labels.shape)}; labels are shifted before packing."
+        )
+    if labels.device != hidden_states.device:
+        raise ValueError(
+            f"`labels` must be on the device of `hidden_states`, {hidden_states.device}, got"
+            f" {labels.device}."
+        )
+    valid = ((labels >= 0) & (labels < vocab_size)) | (labels == -100)
+    message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
+    if labels.is_cuda:
+        torch._assert_async(valid.all(), message)
+    elif not bool(valid.all()):
+        wrong = labels[~valid][0].item()
+        raise ValueError(f"{message}, got {wrong}; is `vocab_size` that of the tokenizer?")
+
+
+def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
+    temperature = transform.temperature
+    if isinstance(temperature, Tensor):
+        if temperature.shape != labels.shape or not temperature.is_floating_point():
+            raise ValueError(
+                f"`temperature` must be a number or a float tensor of shape {list(labels.shape)},"
+                f" got {temperature.dtype} {list(temperature.shape)}."
+            )
+        if temperature.device != labels.device:
+            raise ValueError(
+                f"`temperature` must be on the device of `labels`, {labels.device}, got"
+                f" {temperature.device}."
+            )
+        if temperature.requires_grad:
+            raise ValueError(
+                "`temperature` must not require a gradient, of which there is none; detach it."
+            )
+    elif not temperature > 0:
+        raise ValueError(f"`temperature` must be positive, got {temperature}.")
+    if transform.softcap is not None and not transform.softcap > 0:
+        raise ValueError(f"`softcap` must be positive or None, got {transform.softcap}.")

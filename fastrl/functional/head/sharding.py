@@ -1,0 +1,224 @@
+"""Every collective of the head: which ranks share what, and how it is put together.
+
+Under `tp` each rank holds rows of the weight: statistics of its columns are merged, gradients of
+the hidden states summed. With `sp` beside it the hidden states are slices of the tokens, gathered
+and scattered again. With `sp` alone the weight is replicated and its gradient summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.running import merge_running_statistics
+from fastrl.kernels import can_run
+from fastrl.parallel import (
+    ParallelGroups,
+    gather_first_dim,
+    group_size,
+    start_reduce_scatter,
+)
+
+# Elements of a weight's gradient that are widened at a time: 64 MiB in fp32.
+_REDUCED_ELEMENTS = 2**24
+
+
+def gathers_hidden_states(groups: ParallelGroups) -> bool:
+    """Whether hidden states are a slice of tokens whose logits need every rank of `tp`."""
+    return groups.tp is not None and groups.sp is not None
+
+
+def gather_hidden(
+    hidden_states: Tensor,  # [T, D] or [T / sp, D]
+    groups: ParallelGroups,
+) -> Tensor:  # [T, D]
+    """All tokens' hidden states: one all-gather over `sp` where they are sharded."""
+    if not gathers_hidden_states(groups):
+        return hidden_states
+    assert groups.sp is not None
+    return gather_first_dim(hidden_states, groups.sp)
+
+
+def merge_over_vocabulary(
+    statistics: Tensor,  # [4, R]
+    groups: ParallelGroups,
+) -> Tensor:  # [4, R]
+    """Running statistics of the whole vocabulary: one all-gather over `tp`."""
+    if groups.tp is None:
+        return statistics
+    parts = gather_first_dim(statistics, groups.tp)
+    return merge_running_statistics(parts.view(group_size(groups.tp), *statistics.shape))
+
+
+def rows_with_gradient(
+    call: HeadCall,
+    rows: Tensor,  # [R]
+    *grads: Tensor | None,  # [T] each
+) -> Tensor:
+    """Those of `rows` at which an upstream gradient is not 0; all, unless told to drop them.
+
+    Waits for the device. One all-reduce over `tp`: ranks whose gradients differ in the last bit
+    must not differ in their rows.
+    """
+    if not call.drop_inactive_rows:
+        return rows
+    is_active = torch.zeros(rows.shape, dtype=torch.int32, device=rows.device)
+    for grad in grads:
+        if grad is not None:
+            is_active |= grad[rows] != 0
+    if call.groups.tp is not None:
+        dist.all_reduce(is_active, op=dist.ReduceOp.MAX, group=call.groups.tp)
+    return rows[is_active.bool()]
+
+
+def finish_weight_gradient(
+    grad: Tensor | None, dtype: torch.dtype, groups: ParallelGroups
+) -> Tensor | None:
+    """The gradient of weight or bias in `dtype`; destroys `grad`.
+
+    That of a weight replicated over `sp` is summed over the slices of the tokens, in
+    `compute_dtype` and piece by piece: a sum in 16 bits would round once a rank.
+    """
+    if grad is None:
+        return None
+    if groups.sp is not None and groups.tp is None:
+        for part in grad.split(max(_REDUCED_ELEMENTS // grad[0].numel(), 1)):
+            wide = part.to(compute_dtype(part.dtype))
+            dist.all_reduce(wide, group=groups.sp)
+            part.copy_(wide)
+    return grad.to(dtype)
+
+
+class HiddenGradient:
+    """[T, D], zero but for the rows that are written; rounded to the hidden states' dtype once.
+
+    Rows of partial sums over the vocabulary are all-reduced over `tp`, as compact and unrounded
+    rows: fewer bytes than [T, D], and one rounding in all. Where the hidden states are sharded over
+    `sp` as well, all [T, D] of them are reduced and scattered at the end. Both run beside what
+    comes after `write`, the product for the weight's gradient.
+    """
+
+    def __init__(self, call: HeadCall) -> None:
+        self._groups = call.groups
+        self._dtype = call.hidden_states.dtype
+        self._gathers_hidden_states = gathers_hidden_states(call.groups)
+        self._total = torch.zeros(
+            call.num_tokens,
+            call.hidden_states.shape[1],
+            dtype=compute_dtype(self._dtype) if self._gathers_hidden_states else self._dtype,
+            device=call.hidden_states.device,
+        )
+        self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values
+        self._part: tuple[dist.Work, Tensor] | None = None  # with this rank's slice
+
+    def write(
+        self,
+        rows: Tensor,  # [R]
+        values: Tensor,  # [R, D] in compute_dtype
+        factors: Tensor | None = None,  # [R] in compute_dtype
+    ) -> None:
+        """Sets the rows to factors[:, None] * values; destroys `values`."""
+        if self._groups.tp is None or self._gathers_hidden_states:
+            self._scatter(rows, values, factors)
+            return
+        self._receive()
+        if factors is not None:
+            values.mul_(factors[:, None])
+        work = dist.all_reduce(values, group=self._groups.tp, async_op=True)
+        assert work is not None
+        self._sending = (work, rows, values)
+
+    def end(self) -> None:
+        """Says that all rows are written, so that they can be sent while other work goes on."""
+        if self._gathers_hidden_states and self._part is None:
+            assert self._groups.sp is not None
+            self._part = start_reduce_scatter(self._total, self._groups.sp)
+
+    def finish(self) -> Tensor:
+        """The gradient of this rank's hidden states."""
+        self.end()
+        if self._part is not None:
+            work, part = self._part
+            work.wait()
+            return part.to(self._dtype)
+        self._receive()
+        return self._total
+
+    def _receive(self) -> None:
+        """Puts the rows that were sent last in their place."""
+        if self._sending is not None:
+            work, rows, values = self._sending
+            work.wait()
+            self._scatter(rows, values, None)
+            self._sending = None
+
+    def _scatter(self, rows: Tensor, values: Tensor, factors: Tensor | None) -> None:
+        if can_run(values):
+            from fastrl.kernels.row_scaling import scatter_scaled_rows
+
+            scatter_scaled_rows(self._total, values, factors, rows)
+            return
+        assert factors is None, "only kernels leave factors"
+        self._total.index_copy_(0, rows, values.to(self._total.dtype))
+
+
+def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum over the vocabulary's ranks of values that all of them go on with alike.
+
+    The gradient of a rank's part is the gradient of the sum: the ranks repeat one computation, so
+    their gradients are equal and are not added.
+    """
+    if group is None:
+        return values
+    result: Tensor = _VocabularySum.apply(values, group)
+    return result
+
+
+def to_columns(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`values` that all ranks have alike, to be combined with this rank's columns.
+
+    Each rank then has a part of their gradient, so it is summed over the ranks.
+    """
+    if group is None:
+        return values
+    result: Tensor = _ToColumns.apply(values, group)
+    return result
+
+
+def vocabulary_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Maximum over the vocabulary's ranks, without gradient."""
+    values = values.detach().clone()
+    if group is not None:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
+class _VocabularySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _ToColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
