@@ -172,6 +172,14 @@ class BatchKwargs:
                 raise ValueError(f"`{name}` must be {kind}, got {value.dtype}")
 
     @property
+    def rows_with_labels(self) -> RowSet:
+        """Rows with a label; found on the device, which waits for it, in hand-made batches."""
+        if self.labelled_rows is not None:
+            return self.labelled_rows
+        rows = RowSet.from_mask((self.labels != -100).cpu(), self.document_index.cpu())
+        return rows.to(self.labels.device)
+
+    @property
     def num_tokens(self) -> int:
         """T, padding included."""
         return self.labels.shape[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
@@ -84,10 +85,7 @@ def linear_logprobs(
         vocab_size=vocab_size,
         weight_rows=weight_rows,
         groups=groups,
-        chunk_size=chunk_size,
-        max_logits_bytes=max_logits_bytes,
-        entropy=entropy,
         rows=rows,
-        drop_inactive_rows=drop_inactive_rows,
+        options=CallOptions(entropy, chunk_size, max_logits_bytes, drop_inactive_rows),
     )
     return recompute_logprobs(call, gradient_rows)

@@ -26,7 +26,7 @@ class HeadPlan:
     """One pass over the logits.
 
     Attributes:
-        batch: this rank's, at the scale of the logits that the losses see.
+        batch: this rank's tokens in the head, at the scale of the logits that the losses see.
         rows: the tokens whose statistics are computed.
         losses: by name, those that see these logits; none in evaluation.
         gradient_rows: rows that some loss may have a value or gradient at.
@@ -40,7 +40,7 @@ class HeadPlan:
     rows: RowSet
     losses: Losses
     gradient_rows: RowSet
-    entropy: bool
+    entropy: bool = False
     statistics: frozenset[str] = frozenset()
     chunk_ends: list[int] | None = None
     has_logprobs: bool = False
@@ -51,7 +51,21 @@ class HeadPlan:
         return "recompute" if self.chunk_ends is None else "single_pass"
 
 
-def plan_losses(
+@dataclass(frozen=True)
+class HeadPlans:
+    """The passes of one call.
+
+    Attributes:
+        losses: a pass for the losses of each scale of the logits, 1 first; then one for each
+            distillation.
+        labels: over all labels, without a loss; run where no other pass gives what is asked for.
+    """
+
+    losses: list[HeadPlan]
+    labels: HeadPlan
+
+
+def plan_head(
     config: LanguageModelHeadConfig,
     groups: ParallelGroups,
     batch: BatchKwargs,
@@ -59,36 +73,40 @@ def plan_losses(
     dtype: torch.dtype,
     itemsize: int,
     return_logprobs: bool,
-) -> list[HeadPlan]:
-    """A pass for the losses of each scale of the logits, 1 first; then one for each distillation.
+) -> HeadPlans:
+    """The passes of a call.
 
     Args:
         config: of the head.
         groups: of the head.
-        batch: this rank's.
-        losses: of the head.
+        batch: of all tokens that the hidden states of the tensor axis' ranks stand for.
+        losses: that are to be computed.
         dtype: of hidden states and weight.
         itemsize: bytes an element of the logits of `single_pass`.
         return_logprobs: whether the caller reads the log-probabilities of all labels.
 
     Raises:
-        ValueError: the strategy `single_pass` is asked for where it is not possible.
+        ValueError: the tokens cannot be split, or the strategy `single_pass` is asked for where it
+            is not possible.
     """
-    plans: list[HeadPlan] = []
+    batch = _own_tokens(batch, groups)
+    labelled = batch.rows_with_labels
     by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
     for name, loss in losses.items():
         if "divergence" not in loss.needs:
             by_scale.setdefault(loss.config.logits_scale, {})[name] = loss
+    plans: list[HeadPlan] = []
     for scale in sorted(by_scale, key=lambda scale: (scale != 1, scale)):
         same = by_scale[scale]
         needs = frozenset[str]().union(*(loss.needs for loss in same.values()))
         scaled = _at_scale(batch, scale)
-        active = gradient_rows(scaled, same)
+        # The largest of nested sets.
+        active = max((loss.gradient_rows(scaled) for loss in same.values()), key=len)
         has_logprobs = return_logprobs and scale == 1
         reads_all = config.metrics or has_logprobs
         plan = HeadPlan(
             scaled,
-            labelled_rows(scaled) if reads_all else active,
+            labelled if reads_all else active,
             same,
             active,
             entropy=reads_all or "entropy" in needs,
@@ -106,15 +124,8 @@ def plan_losses(
                     " `recompute`."
                 )
             scaled = _at_scale(batch, loss.config.logits_scale)
-            rows = labelled_rows(scaled)
-            plans.append(HeadPlan(scaled, rows, {name: loss}, rows, entropy=False))
-    return plans
-
-
-def plan_statistics(batch: BatchKwargs, *, entropy: bool) -> HeadPlan:
-    """The pass that computes statistics of all labels, without a loss."""
-    rows = labelled_rows(batch)
-    return HeadPlan(batch, rows, {}, rows, entropy)
+            plans.append(HeadPlan(scaled, labelled, {name: loss}, labelled))
+    return HeadPlans(plans, HeadPlan(batch, labelled, {}, labelled, entropy=True))
 
 
 def weight_rows(config: LanguageModelHeadConfig) -> int:
@@ -125,37 +136,6 @@ def weight_rows(config: LanguageModelHeadConfig) -> int:
 def head_splits_tokens(groups: ParallelGroups) -> bool:
     """Whether the ranks of `sp` hold different tokens, also in the head."""
     return groups.sp is not None and groups.tp is None
-
-
-def own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
-    """The tokens of this rank's head: its slice where the head splits them."""
-    if not head_splits_tokens(groups):
-        return batch
-    size, rank = group_size(groups.sp), group_rank(groups.sp)
-    step, remainder = divmod(batch.num_tokens, size)
-    if remainder:
-        raise ValueError(
-            f"`batch` must have a multiple of {size} tokens under sequence parallelism, got"
-            f" {batch.num_tokens}; pack with `pad_to_multiple`."
-        )
-    return batch.span(rank * step, (rank + 1) * step)
-
-
-def labelled_rows(batch: BatchKwargs) -> RowSet:
-    """Rows with a label; found on the device, which waits for it, in hand-made batches."""
-    if batch.labelled_rows is not None:
-        return batch.labelled_rows
-    rows = RowSet.from_mask((batch.labels != -100).cpu(), batch.document_index.cpu())
-    return rows.to(batch.labels.device)
-
-
-def gradient_rows(batch: BatchKwargs, losses: Losses) -> RowSet:
-    """Rows that some loss has a value or gradient at: the largest of nested sets."""
-    sets = [loss.gradient_rows(batch) for loss in losses.values()]
-    known = [rows for rows in sets if rows is not None]
-    if len(known) < len(sets):
-        return labelled_rows(batch)
-    return max(known, key=len)
 
 
 def single_pass_chunks(
@@ -206,3 +186,17 @@ def single_pass_chunks(
 def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
     """The batch for a loss that sees the logits times `scale`."""
     return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
+
+
+def _own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
+    """The tokens of this rank's head: its slice where the head splits them."""
+    if not head_splits_tokens(groups):
+        return batch
+    size, rank = group_size(groups.sp), group_rank(groups.sp)
+    step, remainder = divmod(batch.num_tokens, size)
+    if remainder:
+        raise ValueError(
+            f"`batch` must have a multiple of {size} tokens under sequence parallelism, got"
+            f" {batch.num_tokens}; pack with `pad_to_multiple`."
+        )
+    return batch.span(rank * step, (rank + 1) * step)

@@ -19,7 +19,7 @@ from fastrl.config.losses import (
     LanguageModelHeadConfig,
 )
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.call import CallOptions, HeadCall
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
@@ -32,9 +32,7 @@ from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
     HeadPlan,
     head_splits_tokens,
-    own_tokens,
-    plan_losses,
-    plan_statistics,
+    plan_head,
     weight_rows,
 )
 from fastrl.layers.losses import (
@@ -237,29 +235,24 @@ class LanguageModelHead(nn.Module):
             ValueError: the batch lacks what a loss needs, a shape does not fit, the strategy
                 `single_pass` is not possible for the batch, or a teacher is missing or not used.
         """
-        batch = own_tokens(batch, self.groups)
         self._check_teacher(teacher)
-        plans: list[HeadPlan] = []
-        if self.training:
-            itemsize = chunk_itemsize(hidden_states, self.local_weight)
-            dtype = hidden_states.dtype
-            plans = plan_losses(
-                self.config, self.groups, batch, self.losses, dtype, itemsize, return_logprobs
-            )
-        results = [self._run(plan, hidden_states, teacher) for plan in plans]
+        losses = self.losses if self.training else {}
+        dtype, itemsize = hidden_states.dtype, chunk_itemsize(hidden_states, self.local_weight)
+        plans = plan_head(self.config, self.groups, batch, losses, dtype, itemsize, return_logprobs)
+        results = [self._run(plan, hidden_states, teacher) for plan in plans.losses]
         read: TokenStatistics | None = None
-        if plans and plans[0].has_logprobs:
+        if plans.losses and plans.losses[0].has_logprobs:
             read = results[0].statistics
-        elif return_logprobs or not plans:
+        elif return_logprobs or not plans.losses:
             with torch.no_grad():
-                read = self._statistics(plan_statistics(batch, entropy=True), hidden_states)
+                read = self._statistics(plans.labels, hidden_states)
         return HeadOutput(
             torch.stack([result.loss for result in results]).sum() if results else None,
             {name: value for result in results for name, value in result.metrics.items()},
             None if read is None else self._of_all_tokens(read.logprobs),
             None if read is None or read.entropy is None else self._of_all_tokens(read.entropy),
-            plans[0].strategy if plans and self._needs_gradient(hidden_states) else None,
-            self._named_statistics(hidden_states, batch, statistics),
+            plans.losses[0].strategy if results and self._needs_gradient(hidden_states) else None,
+            self._named_statistics(plans.labels, hidden_states, statistics),
         )
 
     def _run(self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher | None) -> _PassResult:
@@ -329,13 +322,12 @@ class LanguageModelHead(nn.Module):
         return TokenStatistics(none, None, none, divergence=value)
 
     def _named_statistics(
-        self, hidden_states: Tensor, batch: BatchKwargs, names: Collection[str]
+        self, plan: HeadPlan, hidden_states: Tensor, names: Collection[str]
     ) -> dict[str, Tensor]:
         if not names:
             return {}
-        call = self._call(plan_statistics(batch, entropy=False), hidden_states)
         with torch.no_grad():
-            found = extra_statistics(call, names)
+            found = extra_statistics(self._call(plan, hidden_states), names)
         return {name: self._of_all_tokens(value) for name, value in found.items()}
 
     def _call(self, plan: HeadPlan, hidden_states: Tensor) -> HeadCall:
@@ -349,11 +341,10 @@ class LanguageModelHead(nn.Module):
             vocab_size=config.vocab_size,
             weight_rows=self.weight_rows,
             groups=self.groups,
-            chunk_size=config.chunk_size,
-            max_logits_bytes=config.max_logits_bytes,
-            entropy=plan.entropy,
             rows=plan.rows.index,
-            drop_inactive_rows=config.drop_inactive_rows,
+            options=CallOptions(
+                plan.entropy, config.chunk_size, config.max_logits_bytes, config.drop_inactive_rows
+            ),
         )
 
     def _of_all_tokens(self, values: Tensor) -> Tensor:

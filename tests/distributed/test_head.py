@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
+from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.sharding import finish_weight_gradient
 from fastrl.functional.reference import head as reference
@@ -155,8 +156,8 @@ def sum_over_ranks(part: float) -> float:
     hidden, weight = torch.zeros(4, 1), torch.zeros(1, 1)
     call = check_inputs(
         hidden, weight, labels, bias=None, transform=LogitTransform(), vocab_size=None,
-        weight_rows=None, groups=ParallelGroups(sp=groups.sp), chunk_size=None,
-        max_logits_bytes=1, entropy=False, rows=None,
+        weight_rows=None, groups=ParallelGroups(sp=groups.sp), rows=None,
+        options=CallOptions(False, None, 1),
     )  # fmt: skip
     mine = torch.full((1, 1), part if dist.get_rank() else 256.0, dtype=torch.bfloat16)
     total = finish_weight_gradient(mine, torch.bfloat16, call.groups)

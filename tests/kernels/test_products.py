@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import kernels
+from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.single_pass import single_pass
@@ -52,8 +53,8 @@ def run(
     call = check_inputs(
         tensors.hidden_states, tensors.weight, tensors.labels, bias=tensors.bias,
         transform=LogitTransform(tensors.temperature, case.softcap, case.logit_scale),
-        vocab_size=case.vocab_size, weight_rows=weight_rows, groups=groups, chunk_size=None,
-        max_logits_bytes=2**20, entropy=entropy, rows=None,
+        vocab_size=case.vocab_size, weight_rows=weight_rows, groups=groups,
+        rows=None, options=CallOptions(entropy, None, 2**20),
     )  # fmt: skip
     weights = tensors.upstream()
     weights = weights if entropy else [weights[0], weights[2]]

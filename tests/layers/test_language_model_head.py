@@ -16,6 +16,7 @@ from fastrl import (
     TokenBatch,
 )
 from fastrl.config import GRPOLossConfig
+from fastrl.functional.head.checks import check_inputs
 from fastrl.layers.losses import add_metrics
 from tests.helpers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
 
@@ -155,10 +156,16 @@ def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.Mon
     batch = pack(ragged_documents())
     head = make_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
     hidden = make_hidden(batch)
+    passes: list[object] = []
+
+    def counted(*arguments: object, **options: object) -> object:
+        passes.append(arguments)
+        return check_inputs(*arguments, **options)  # type: ignore[arg-type]
+
     with monkeypatch.context() as patch:
-        # The second pass that there must not be.
-        patch.setattr("fastrl.layers.language_model_head.plan_statistics", None)
+        patch.setattr("fastrl.layers.language_model_head.check_inputs", counted)
         output = head(hidden, batch, return_logprobs=True)
+    assert len(passes) == 1
     assert output.strategy == strategy
     assert output.logprobs is not None
     assert output.entropy is not None

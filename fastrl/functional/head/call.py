@@ -13,6 +13,28 @@ from fastrl.parallel import ParallelGroups
 
 
 @dataclass(frozen=True)
+class CallOptions:
+    """How a call of the head is computed.
+
+    Attributes:
+        entropy: whether the entropy is computed.
+        chunk_size: most rows of logits that may exist at a time.
+        max_logits_bytes: most bytes of logits that may exist at a time.
+        drop_inactive_rows: whether the backward looks for rows without a gradient.
+    """
+
+    entropy: bool
+    chunk_size: int | None
+    max_logits_bytes: int
+    drop_inactive_rows: bool = False
+
+    @property
+    def bounds(self) -> tuple[int | None, int]:
+        """`chunk_size` and `max_logits_bytes`."""
+        return self.chunk_size, self.max_logits_bytes
+
+
+@dataclass(frozen=True)
 class HeadCall:
     """What one call of the head works on, checked (`check_inputs`).
 
@@ -25,11 +47,8 @@ class HeadCall:
         transform: from products to logits, of [T].
         vocab_size: V without padding.
         first_column: vocabulary index of this rank's first weight row.
-        entropy: whether the entropy is computed.
-        chunk_size: most rows of logits that may exist at a time.
-        max_logits_bytes: most bytes of logits that may exist at a time.
         groups: `tp` shards the vocabulary, `sp` the tokens.
-        drop_inactive_rows: whether the backward looks for rows without a gradient.
+        options: what is computed, and its bounds.
     """
 
     hidden_states: Tensor
@@ -40,11 +59,8 @@ class HeadCall:
     transform: LogitTransform
     vocab_size: int
     first_column: int
-    entropy: bool
-    chunk_size: int | None
-    max_logits_bytes: int
     groups: ParallelGroups
-    drop_inactive_rows: bool = False
+    options: CallOptions
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -60,11 +76,6 @@ class HeadCall:
     def dtype(self) -> torch.dtype:
         """Of logits, statistics and sums."""
         return compute_dtype(self.weight.dtype)
-
-    @property
-    def bounds(self) -> tuple[int | None, int]:
-        """`chunk_size` and `max_logits_bytes`."""
-        return self.chunk_size, self.max_logits_bytes
 
     def on(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCall:
         """The same call on other tensors: those that autograd saved."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.call import CallOptions, HeadCall
 from fastrl.functional.head.matmul import compute_dtype
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
@@ -26,11 +26,8 @@ def check_inputs(
     vocab_size: int | None,
     weight_rows: int | None,
     groups: ParallelGroups | None,
-    chunk_size: int | None,
-    max_logits_bytes: int,
-    entropy: bool,
     rows: Tensor | None,
-    drop_inactive_rows: bool = False,
+    options: CallOptions,
 ) -> HeadCall:
     """The call of these arguments (those of `linear_logprobs`).
 
@@ -61,10 +58,7 @@ def check_inputs(
         # A wider temperature would widen the logits, tile by tile.
         temperature = transform.temperature.to(compute_dtype(hidden_states.dtype))
         transform = replace(transform, temperature=temperature)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1 row or None, got {chunk_size}.")
-    if max_logits_bytes < 1:
-        raise ValueError(f"`max_logits_bytes` must be positive, got {max_logits_bytes}.")
+    _check_options(options)
     return HeadCall(
         hidden_states=hidden_states,
         weight=weight,
@@ -74,11 +68,8 @@ def check_inputs(
         transform=transform,
         vocab_size=vocab_size,
         first_column=start,
-        entropy=entropy,
-        chunk_size=chunk_size,
-        max_logits_bytes=max_logits_bytes,
         groups=groups,
-        drop_inactive_rows=drop_inactive_rows,
+        options=options,
     )
 
 
@@ -158,3 +149,10 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
     if transform.softcap is not None and not transform.softcap > 0:
         raise ValueError(f"`softcap` must be positive or None, got {transform.softcap}.")
+
+
+def _check_options(options: CallOptions) -> None:
+    if options.chunk_size is not None and options.chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1 row or None, got {options.chunk_size}.")
+    if options.max_logits_bytes < 1:
+        raise ValueError(f"`max_logits_bytes` must be positive, got {options.max_logits_bytes}.")

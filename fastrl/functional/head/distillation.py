@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import full_rows, row_logsumexp
+from fastrl.functional.head.full_rows import LogitRows, full_rows
 from fastrl.functional.head.matmul import matmul
-from fastrl.functional.head.sharding import gather_hidden, to_columns, vocabulary_sum
+from fastrl.functional.head.sharding import gather_hidden
 from fastrl.functional.head.torch_rows import transformed
 from fastrl.kernels.arguments import LogitTransform
 
@@ -66,21 +66,19 @@ def teacher_divergence(
         ValueError: the teacher's tensors do not fit the student's, or its cap is not positive.
     """
     _check_teacher(teacher, call.hidden_states, call.weight)
-    tp = call.groups.tp
     teacher_hidden = gather_hidden(teacher.hidden_states.detach(), call.groups)
     transform = LogitTransform(call.transform.temperature, teacher.softcap, teacher.logit_scale)
     teacher_bias = None if teacher.bias is None else teacher.bias.detach()
     tile = replace(call.tile(), bias=teacher_bias)
 
-    def value(z: Tensor, rows: Tensor) -> Tensor:
+    def value(rows: LogitRows) -> Tensor:
         with torch.no_grad():
-            products = matmul(teacher_hidden[rows], teacher.weight.detach().t()).to(z.dtype)
-            teacher_z, _ = transformed(products, transform.rows(rows), tile)
-            log_t = (teacher_z - row_logsumexp(teacher_z, tp)[:, None]).clamp(min=_LOWEST)
-        logsumexp = to_columns(row_logsumexp(z, tp), tp)
-        log_s = (z - logsumexp[:, None]).clamp(min=_LOWEST)
-        per_token = column_divergence(log_s, log_t, divergence, beta).sum(1)
-        return vocabulary_sum(per_token, tp)[None]
+            hidden = teacher_hidden[rows.tokens]
+            products = matmul(hidden, teacher.weight.detach().t()).to(rows.z.dtype)
+            teacher_z, _ = transformed(products, transform.rows(rows.tokens), tile)
+            log_t = (teacher_z - rows.logsumexp(teacher_z)[:, None]).clamp(min=_LOWEST)
+        log_s = (rows.z - rows.to_columns(rows.logsumexp())).clamp(min=_LOWEST)
+        return rows.sum(column_divergence(log_s, log_t, divergence, beta))[None]
 
     return full_rows(call, value, 1)[0]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import full_rows, label_logits, row_logsumexp, row_maximum
-from fastrl.functional.head.sharding import to_columns, vocabulary_sum
+from fastrl.functional.head.full_rows import LogitRows, full_rows
 
 StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")
@@ -39,21 +38,17 @@ def extra_statistics(
     wanted = [name for name in STATISTIC_NAMES if name in names]
     if not wanted:
         return {}
-    tp = call.groups.tp
-    tile = call.tile()
 
-    def statistics(z: Tensor, rows: Tensor) -> Tensor:
+    def statistics(rows: LogitRows) -> Tensor:
         values: list[Tensor] = []
         for name in wanted:
             if name == "mean_logit":
-                values.append(vocabulary_sum(z.sum(1), tp) / call.vocab_size)
+                values.append(rows.sum(rows.z) / call.vocab_size)
             elif name == "sum_squares":
-                logsumexp = to_columns(row_logsumexp(z, tp), tp)
-                squares = (2 * (z - logsumexp[:, None])).exp()
-                values.append(vocabulary_sum(squares.sum(1), tp))
+                log_p = rows.z - rows.to_columns(rows.logsumexp())
+                values.append(rows.sum((2 * log_p).exp()))
             else:
-                label = label_logits(z.detach(), call.labels[rows], tile, tp)
-                values.append((label >= row_maximum(z, tp)).to(z.dtype))
+                values.append((rows.label_logits() >= rows.maximum()).to(rows.z.dtype).detach())
         return torch.stack(values)
 
     outputs = full_rows(call, statistics, len(wanted), gradient_rows=gradient_rows)

@@ -8,6 +8,7 @@ again and lets autograd take the function's gradient (8 T D V in all).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fastrl.functional.head.sharding import (
     finish_weight_gradient,
     gather_hidden,
     rows_with_gradient,
+    to_columns,
     vocabulary_max,
     vocabulary_sum,
 )
@@ -30,9 +32,62 @@ from fastrl.functional.head.torch_rows import label_columns, transformed
 from fastrl.kernels.arguments import VocabularyTile
 from fastrl.parallel import group_size
 
-# function(z [R, S], rows [R]) -> [K, R]: z are this rank's columns of the vocabulary, `rows` the
-# tokens they belong to. Under `tp` it must reduce over the vocabulary (`vocabulary_sum`).
-RowFunction = Callable[[Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Whole rows of logits z, of which this rank has some columns.
+
+    Its reductions are over the whole vocabulary: under `tp` the ranks repeat one computation on
+    values [R] that they have alike, each with its own columns.
+    """
+
+    z: Tensor  # [R, S] of the columns that belong to the vocabulary
+    tokens: Tensor  # [R] which of the call's tokens
+    labels: Tensor  # [R]
+    tile: VocabularyTile  # of this rank's columns
+    group: ProcessGroup | None
+
+    def sum(self, values: Tensor) -> Tensor:  # [R, S] -> [R]
+        """Sum over the vocabulary."""
+        return vocabulary_sum(values.sum(1), self.group)
+
+    def maximum(self, z: Tensor | None = None) -> Tensor:  # [R, S] -> [R]
+        """The largest logit, without gradient."""
+        z = self.z if z is None else z
+        if z.shape[1] == 0:
+            return vocabulary_max(z.new_full((z.shape[0],), -torch.inf), self.group)
+        return vocabulary_max(z.amax(1), self.group)
+
+    def logsumexp(self, z: Tensor | None = None) -> Tensor:  # [R, S] -> [R]
+        """log sum exp; z may hold -inf."""
+        z = self.z if z is None else z
+        maximum = self.maximum(z)
+        shift = torch.where(maximum == -torch.inf, 0, maximum)
+        return shift + self.sum((z - shift[:, None]).exp()).log()
+
+    def to_columns(self, values: Tensor) -> Tensor:  # [R] -> [R, 1]
+        """`values` to be combined with the columns, whose gradient is the sum of all ranks'."""
+        return to_columns(values, self.group)[:, None]
+
+    def label_logits(self) -> Tensor:  # [R]
+        """z of the labels, whichever rank has their column."""
+        if self.z.shape[1] == 0:
+            return self.sum(self.z)
+        column, inside = label_columns(self.labels, self.tile)
+        picked = self.z.gather(1, column[:, None])[:, 0]
+        return vocabulary_sum(torch.where(inside, picked, 0), self.group)
+
+    def label_mask(self) -> Tensor:  # [R, S]
+        """True at each label's column, if this rank has it."""
+        mask = torch.zeros_like(self.z, dtype=torch.bool)
+        if self.z.shape[1] == 0:
+            return mask
+        column, inside = label_columns(self.labels, self.tile)
+        return mask.scatter_(1, column[:, None], inside[:, None])
+
+
+# function(rows) -> [K, R], differentiable in `rows.z`; nothing of the logits may outlive it.
+RowFunction = Callable[[LogitRows], Tensor]
 
 # Logit-sized tensors that may exist at a time for one chunk, its gradient and autograd's memory.
 _TENSORS_PER_CHUNK = 8
@@ -49,7 +104,7 @@ def full_rows(
 
     Args:
         call: from `check_inputs`.
-        function: differentiable in z; nothing of the logits may outlive it.
+        function: of some of the rows.
         num_outputs: K.
         gradient_rows: the subset of rows that can have a non-zero gradient, if known.
     """
@@ -57,34 +112,6 @@ def full_rows(
         *call.tensors, call.without_tensors(), function, num_outputs, gradient_rows
     )
     return outputs
-
-
-def label_logits(
-    z: Tensor,  # [R, S]
-    labels: Tensor,  # [R]
-    tile: VocabularyTile,
-    group: ProcessGroup | None,
-) -> Tensor:  # [R]
-    """z of the labels, whichever rank has their column."""
-    if z.shape[1] == 0:
-        return vocabulary_sum(z.sum(1), group)
-    column, inside = label_columns(labels, tile)
-    picked = z.gather(1, column[:, None])[:, 0]
-    return vocabulary_sum(torch.where(inside, picked, 0), group)
-
-
-def row_logsumexp(z: Tensor, group: ProcessGroup | None) -> Tensor:  # [R, S] -> [R]
-    """log sum exp over the whole vocabulary; z may hold -inf."""
-    maximum = row_maximum(z, group)
-    shift = torch.where(maximum == -torch.inf, 0, maximum)
-    return shift + vocabulary_sum((z - shift[:, None]).exp().sum(1), group).log()
-
-
-def row_maximum(z: Tensor, group: ProcessGroup | None) -> Tensor:  # [R, S] -> [R]
-    """The largest logit of the whole vocabulary, without gradient."""
-    if z.shape[1] == 0:
-        return vocabulary_max(z.new_full((z.shape[0],), -torch.inf), group)
-    return vocabulary_max(z.amax(1), group)
 
 
 class _FullRows(torch.autograd.Function):
@@ -108,7 +135,7 @@ class _FullRows(torch.autograd.Function):
         for chunk in _chunks(call, call.rows):
             rows = call.rows[chunk]
             products = matmul(hidden[rows], weight.t())
-            outputs[:, chunk] = function(_logits(products, call, rows), rows)
+            outputs[:, chunk] = function(_logit_rows(products, call, rows))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.save_for_backward(hidden_states, weight, bias)
         return scatter_rows(outputs.t(), call.rows, call.num_tokens).t()
@@ -130,7 +157,7 @@ class _FullRows(torch.autograd.Function):
             rows = gradient_rows[chunk]
             with torch.enable_grad():
                 products = matmul(hidden[rows], weight.t()).detach().requires_grad_()
-                outputs = ctx.function(_logits(products, call, rows), rows)
+                outputs = ctx.function(_logit_rows(products, call, rows))
             (grad,) = torch.autograd.grad(outputs, products, grads[0][:, rows])
             if grad_hidden is not None:
                 grad_hidden.write(rows, matmul(grad, weight.to(dtype)))
@@ -146,17 +173,18 @@ class _FullRows(torch.autograd.Function):
         )
 
 
-def _logits(products: Tensor, call: HeadCall, rows: Tensor) -> Tensor:
-    """z of the columns that belong to the vocabulary."""
-    return transformed(products, call.transform.rows(rows), call.tile())[0]
+def _logit_rows(products: Tensor, call: HeadCall, rows: Tensor) -> LogitRows:
+    tile = call.tile()
+    z, _ = transformed(products, call.transform.rows(rows), tile)
+    return LogitRows(z, rows, call.labels[rows], tile, call.groups.tp)
 
 
 def _chunks(call: HeadCall, rows: Tensor) -> list[slice]:
     """Even chunks of rows; of as many rows on every rank that shares the vocabulary."""
     columns = -(-call.vocab_size // group_size(call.groups.tp))
     itemsize = call.dtype.itemsize * _TENSORS_PER_CHUNK
-    most = max(call.max_logits_bytes // (itemsize * columns), 1)
-    if call.chunk_size is not None:
-        most = min(most, call.chunk_size)
+    most = max(call.options.max_logits_bytes // (itemsize * columns), 1)
+    if call.options.chunk_size is not None:
+        most = min(most, call.options.chunk_size)
     total = rows.shape[0]
     return [slice(start, stop) for start, stop in spans(total, even_chunk(total, most))]

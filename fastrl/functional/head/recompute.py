@@ -42,7 +42,7 @@ def recompute_logprobs(
     logprobs, entropy, logsumexp = _RecomputeLogprobs.apply(
         *call.tensors, call.without_tensors(), gradient_rows
     )
-    return TokenStatistics(logprobs, entropy if call.entropy else None, logsumexp)
+    return TokenStatistics(logprobs, entropy if call.options.entropy else None, logsumexp)
 
 
 def forward_statistics(
@@ -56,7 +56,7 @@ def forward_statistics(
     statistics = new_running_statistics(num_rows, call.dtype, hidden.device)
     tiling = Tiling(max(num_rows, 1), max(num_columns, 1))
     if not keeps_no_logits(hidden, call.weight):
-        tiling = recompute_tiling(num_rows, num_columns, call.dtype.itemsize, *call.bounds)
+        tiling = recompute_tiling(num_rows, num_columns, call.dtype.itemsize, *call.options.bounds)
     for start, stop in spans(num_rows, tiling.num_rows):
         for first, last in spans(num_columns, tiling.num_columns):
             tile_statistics(
@@ -66,9 +66,9 @@ def forward_statistics(
                 labels[start:stop],
                 transform.rows(slice(start, stop)),
                 call.tile(first, last),
-                entropy=call.entropy,
+                entropy=call.options.entropy,
             )
-    return finish_statistics(merge_over_vocabulary(statistics, call.groups), call.entropy)
+    return finish_statistics(merge_over_vocabulary(statistics, call.groups), call.options.entropy)
 
 
 class _RecomputeLogprobs(torch.autograd.Function):
@@ -145,7 +145,7 @@ def recompute_backward(
     labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], weight.shape[0]
     tiling = recompute_tiling(
-        num_rows, num_columns, gradient_itemsize(hidden, weight), *call.bounds
+        num_rows, num_columns, gradient_itemsize(hidden, weight), *call.options.bounds
     )
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
     grad_weight: Tensor | None = None

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.full_rows import full_rows, label_logits, row_logsumexp, row_maximum
-from fastrl.functional.head.sharding import to_columns, vocabulary_sum
-from fastrl.functional.head.torch_rows import label_columns
+from fastrl.functional.head.full_rows import LogitRows, full_rows
 from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.kernels.arguments import VocabularyTile
 
 
 @dataclass(frozen=True)
@@ -59,52 +56,41 @@ def masked_logprobs(
     Returns:
         logprobs, entropy and logsumexp [T] of the renormalised distribution; 0 without label.
     """
-    tp = call.groups.tp
-    tile = call.tile()
 
-    def statistics(z: Tensor, rows: Tensor) -> Tensor:
-        labels = call.labels[rows]
+    def statistics(rows: LogitRows) -> Tensor:
         with torch.no_grad():
-            kept = kept_columns(z.detach(), keep, call, rows)
-            kept = kept | _label_mask(z, labels, tile)
+            kept = kept_columns(rows, keep) | rows.label_mask()
         # -inf has probability 0 and no gradient; 0 stands for it where it would meet a product.
-        inside = torch.where(kept, z, -torch.inf)
-        logsumexp = row_logsumexp(inside, tp)
-        p = (inside - to_columns(logsumexp, tp)[:, None]).exp()
-        safe = torch.where(inside > -torch.inf, z, 0)
-        entropy = logsumexp - vocabulary_sum((p * safe).sum(1), tp)
-        logprobs = label_logits(z, labels, tile, tp) - logsumexp
-        return torch.stack([logprobs, entropy, logsumexp])
+        inside = torch.where(kept, rows.z, -torch.inf)
+        logsumexp = rows.logsumexp(inside)
+        p = (inside - rows.to_columns(logsumexp)).exp()
+        safe = torch.where(inside > -torch.inf, rows.z, 0)
+        entropy = logsumexp - rows.sum(p * safe)
+        return torch.stack([rows.label_logits() - logsumexp, entropy, logsumexp])
 
     outputs = full_rows(call, statistics, 3, gradient_rows=gradient_rows)
     return TokenStatistics(*outputs.unbind())
 
 
-def kept_columns(
-    z: Tensor,  # [R, S]
-    keep: KeepSet,
-    call: HeadCall,
-    rows: Tensor,  # [R]
-) -> Tensor:  # [R, S]
-    """Which of this rank's columns are in the keep-set, labels aside."""
-    tp = call.groups.tp
+def kept_columns(rows: LogitRows, keep: KeepSet) -> Tensor:  # [R, S]
+    """Which of this rank's columns are in the keep-set, labels aside; without gradient."""
+    z, groups = rows.z.detach(), [rows.group]
     if keep.tokens is not None:
-        return _recorded(z, keep.tokens[rows], call.first_column)
+        return _recorded(z, keep.tokens[rows.tokens], rows.tile.first_column)
     kept = z > -torch.inf
     keys = ordered_keys(z)
     if keep.top_k is not None:
         most = keep.top_k
-        counts = kept.long()
-        threshold = upper_threshold(z, counts, lambda total: total.clamp(max=most), [tp])
+        threshold = upper_threshold(z, kept.long(), lambda total: total.clamp(max=most), groups)
         kept = kept & (keys >= threshold[:, None])
     if keep.top_p is not None:
         share = keep.top_p
-        logsumexp = row_logsumexp(torch.where(kept, z, -torch.inf), tp)
+        logsumexp = rows.logsumexp(torch.where(kept, z, -torch.inf))
         mass = torch.where(kept, (z - logsumexp[:, None]).exp(), 0)
-        threshold = upper_threshold(z, mass, lambda total: total * share, [tp])
+        threshold = upper_threshold(z, mass, lambda total: total * share, groups)
         kept = kept & (keys >= threshold[:, None])
     if keep.min_p is not None:
-        kept = kept & (z >= (row_maximum(z, tp) + math.log(keep.min_p))[:, None])
+        kept = kept & (z >= (rows.maximum(z) + math.log(keep.min_p))[:, None])
     return kept
 
 
@@ -115,12 +101,3 @@ def _recorded(z: Tensor, tokens: Tensor, first_column: int) -> Tensor:  # [R, S]
     column = torch.where((column >= 0) & (column < spare) & (tokens >= 0), column, spare)
     kept = torch.zeros(z.shape[0], spare + 1, dtype=torch.bool, device=z.device)
     return kept.scatter_(1, column, True)[:, :spare]
-
-
-def _label_mask(z: Tensor, labels: Tensor, tile: VocabularyTile) -> Tensor:
-    """True at each label's column, if this rank has it."""
-    mask = torch.zeros_like(z, dtype=torch.bool)
-    if z.shape[1] == 0:
-        return mask
-    column, inside = label_columns(labels, tile)
-    return mask.scatter_(1, column[:, None], inside[:, None])

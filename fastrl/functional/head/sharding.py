@@ -66,7 +66,7 @@ def rows_with_gradient(
     Waits for the device. One all-reduce over `tp`: ranks whose gradients differ in the last bit
     must not differ in their rows.
     """
-    if not call.drop_inactive_rows:
+    if not call.options.drop_inactive_rows:
         return rows
     is_active = torch.zeros(rows.shape, dtype=torch.int32, device=rows.device)
     for grad in grads:

@@ -151,10 +151,10 @@ class _SinglePass:
             call.labels[rows],
             call.transform.rows(rows),
             call.tile(),
-            entropy=call.entropy,
+            entropy=call.options.entropy,
         )
         running = merge_over_vocabulary(logits.running, call.groups)
-        statistics = finish_statistics(running, call.entropy)
+        statistics = finish_statistics(running, call.options.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
         self.loss += value
@@ -174,11 +174,11 @@ class _SinglePass:
         """Statistics [T] of all the call's rows; those without gradient get a forward now."""
         call = self.call
         empty = new_running_statistics(0, call.dtype, self.hidden.device)
-        parts = self.parts or [finish_statistics(empty, call.entropy)]
+        parts = self.parts or [finish_statistics(empty, call.options.entropy)]
         whole = TokenStatistics(
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.entropy for part in parts if part.entropy is not None])
-            if call.entropy
+            if call.options.entropy
             else None,
             torch.cat([part.logsumexp for part in parts]),
         ).map(lambda value: scatter_rows(value, self.rows, call.num_tokens))

@@ -68,9 +68,9 @@ class LanguageModelLoss(ABC, Generic[ConfigT]):
         """The loss and its metrics; a loss whose preparation is dear shares it between them."""
         return self(statistics, batch), self.metrics(statistics.map(Tensor.detach), batch)
 
-    def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
-        """Rows outside of which neither value nor gradient can be other than 0; None: unknown."""
-        return batch.labelled_rows
+    def gradient_rows(self, batch: BatchKwargs) -> RowSet:
+        """Rows outside of which neither value nor gradient can be other than 0."""
+        return batch.rows_with_labels
 
     def normalise(self, values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
         """The scalar loss of per-token values, 0 at slots without label."""

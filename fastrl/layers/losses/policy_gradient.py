@@ -91,11 +91,13 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         """The entropy, for a bonus or a mask."""
         return frozenset() if self.config.entropy is None else frozenset({"entropy"})
 
-    def gradient_rows(self, batch: BatchKwargs) -> RowSet | None:
+    def gradient_rows(self, batch: BatchKwargs) -> RowSet:
         """Rows whose advantage, or whose document's, is not 0; with a penalty all with a label."""
-        if self.config.kl is not None or self.entropy_bonus.can_act or self.scope == "batch":
-            return batch.labelled_rows
-        return batch.active_document_rows if self.scope == "document" else batch.active_rows
+        rows = batch.active_document_rows if self.scope == "document" else batch.active_rows
+        has_penalty = self.config.kl is not None or self.entropy_bonus.can_act
+        if rows is None or has_penalty or self.scope == "batch":
+            return batch.rows_with_labels
+        return rows
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The normalised sum of the surrogate and its penalties over the labelled tokens."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs, LanguageModelHead, TokenStatistics
+from fastrl.functional.head.full_rows import LogitRows
 from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
 from fastrl.functional.reference import head as reference
-from fastrl.layers.head_plan import plan_statistics
+from fastrl.kernels.arguments import VocabularyTile
 from tests.helpers.loss_cases import (
     BY_NAME,
     VOCAB_SIZE,
@@ -129,14 +130,13 @@ def test_the_same_sets_as_transformers(dtype: torch.dtype) -> None:
         ),
     )
 
-    head = make_head({}, bias=False, softcap=None, vocab_size=50, padded_vocab_size=50)
-    batch = pack(policy_documents())
-    call = head._call(plan_statistics(batch, entropy=False), make_hidden(batch))
+    tokens = torch.arange(40)
+    rows = LogitRows(z, tokens, tokens, VocabularyTile(0, 50, None), None)
     for keep, processors in filters:
         expected = z.clone()
         for processor in processors:
             expected = processor(None, expected)
-        kept = kept_columns(z, keep, call, torch.arange(40))
+        kept = kept_columns(rows, keep)
         assert torch.equal(kept, expected > -torch.inf)
 
 
