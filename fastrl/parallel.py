@@ -142,9 +142,15 @@ class _AllReduceSum(torch.autograd.Function):
 
 def _all_reduced(tensor: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     tensor = tensor.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        dist.all_reduce(tensor, group=group)
+    sum_over_ranks_(tensor, groups)
     return tensor
+
+
+def sum_over_ranks_(tensor: Tensor, groups: Sequence[ProcessGroup | None]) -> None:
+    """Sums `tensor` over the ranks of all `groups`, in place; not differentiable."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
 
 
 def all_reduce_sum(tensor: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from fastrl.parallel import sum_over_ranks_
 
 _DIGIT_BITS = 8
 _NUM_DIGITS = 1 << _DIGIT_BITS
@@ -57,9 +58,7 @@ def upper_threshold(
             digits = digits & (_NUM_DIGITS - 1)
         histogram = weights.new_zeros(values.shape[0], _NUM_DIGITS)
         histogram.scatter_add_(1, digits, weights)
-        for group in groups:
-            if group is not None:
-                dist.all_reduce(histogram, group=group)
+        sum_over_ranks_(histogram, groups)
         upper = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and those above it
         if wanted is None:
             wanted = target(upper[:, 0])

@@ -15,6 +15,7 @@ from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.matmul import add_matmul_, matmul_rounded
 from fastrl.functional.head.running import finish_statistics, new_running_statistics
+from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
     HiddenGradient,
     finish_weight_gradient,
@@ -23,7 +24,6 @@ from fastrl.functional.head.sharding import (
     rows_with_gradient,
 )
 from fastrl.functional.head.tile_ops import (
-    ScaledRows,
     gradient_itemsize,
     keeps_no_logits,
     tile_gradient,

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.matmul import compute_dtype
 from fastrl.functional.head.running import merge_running_statistics
-from fastrl.kernels import can_run
+from fastrl.functional.head.scaled_rows import scatter_scaled
 from fastrl.parallel import (
     ParallelGroups,
     gather_first_dim,
@@ -125,7 +125,7 @@ class HiddenGradient:
     ) -> None:
         """Sets the rows to factors[:, None] * values; destroys `values`."""
         if self._groups.tp is None or self._gathers_hidden_states:
-            self._scatter(rows, values, factors)
+            scatter_scaled(self._total, rows, values, factors)
             return
         self._receive()
         if factors is not None:
@@ -155,17 +155,8 @@ class HiddenGradient:
         if self._sending is not None:
             work, rows, values = self._sending
             work.wait()
-            self._scatter(rows, values, None)
+            scatter_scaled(self._total, rows, values, None)
             self._sending = None
-
-    def _scatter(self, rows: Tensor, values: Tensor, factors: Tensor | None) -> None:
-        if can_run(values):
-            from fastrl.kernels.row_scaling import scatter_scaled_rows
-
-            scatter_scaled_rows(self._total, values, factors, rows)
-            return
-        assert factors is None, "only kernels leave factors"
-        self._total.index_copy_(0, rows, values.to(self._total.dtype))
 
 
 def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -16,6 +16,7 @@ from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.recompute import forward_statistics
 from fastrl.functional.head.running import finish_statistics, new_running_statistics
+from fastrl.functional.head.scaled_rows import scaled
 from fastrl.functional.head.sharding import (
     HiddenGradient,
     finish_weight_gradient,
@@ -24,7 +25,6 @@ from fastrl.functional.head.sharding import (
 )
 from fastrl.functional.head.tile_ops import LogitsChunk
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.kernels import can_run
 from fastrl.kernels.arguments import RowGradients
 
 # loss(statistics of the rows [start, stop) of `gradient_rows`, start, stop) -> scalar
@@ -97,9 +97,9 @@ class _SinglePassLoss(torch.autograd.Function):
         if not keep_graph:
             # Without a reference from here autograd takes the buffer as it is, without a copy.
             ctx.gradients = None
-        scaled = [_scaled(grad, grad_loss, not keep_graph) for grad in gradients]
+        results = [scaled(grad, grad_loss, in_place=not keep_graph) for grad in gradients]
         del gradients
-        return (*scaled, None, None, None, None)
+        return (*results, None, None, None, None)
 
 
 class _SinglePass:
@@ -208,15 +208,3 @@ def _loss_gradients(
     logprobs = torch.zeros_like(leaves.logprobs) if grads[0] is None else grads[0]
     entropy = grads[1] if leaves.entropy is not None else None
     return value.detach(), RowGradients(logprobs, entropy, grads[-1])
-
-
-def _scaled(grad: Tensor | None, factor: Tensor, in_place: bool) -> Tensor | None:
-    """grad * factor (a scalar tensor), without waiting for the device."""
-    if grad is None or not in_place:
-        return None if grad is None else grad * factor
-    if can_run(grad):
-        from fastrl.kernels.row_scaling import scale_in_place
-
-        scale_in_place(grad, factor)
-        return grad
-    return grad.mul_(factor)

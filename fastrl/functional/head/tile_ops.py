@@ -1,19 +1,19 @@
 """Products with the head's weight, of the size [rows, vocabulary], and what is made of them.
 
-Callers need not know which path runs: where kernels with epilogues run (`kernels.can_run_fused`) no
-logits reach memory; elsewhere a matrix product in fp32 is followed by a row operation.
+Callers need not know which backend runs. Where kernels with epilogues do (`can_run_fused`) no
+logits reach memory; elsewhere a matrix product in fp32 is followed by a row operation, in Triton
+where it runs (`can_run`), else in torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
+from fastrl.functional.head import torch_rows
+from fastrl.functional.head.matmul import compute_dtype, matmul
 from fastrl.functional.head.running import LABEL, new_running_statistics
-from fastrl.functional.head.torch_rows import row_gradient, update_row_statistics
+from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
@@ -68,51 +68,8 @@ def tile_gradient(
     """Gradient of the products h W^T of a tile, ready to be an operand of a matrix product."""
     if can_run_fused(hidden, weight):
         return _fused_gradient(hidden, weight, labels, statistics, gradients, transform, tile)
-    return row_gradient(
-        matmul(hidden, weight.t()),
-        labels,
-        statistics.logsumexp,
-        statistics.entropy,
-        gradients,
-        transform,
-        tile,
-        operand_dtype=hidden.dtype,
-    )
-
-
-@dataclass(frozen=True)
-class ScaledRows:
-    """factors[:, None] * matrix, not multiplied out; None is 1."""
-
-    matrix: Tensor  # [R, S]
-    factors: Tensor | None  # [R] fp32
-
-    def times(self, weight: Tensor) -> Tensor:
-        """matrix W [R, D], in `compute_dtype`: the factors are for the caller to apply."""
-        return matmul(self.matrix, weight)
-
-    def transposed_times(self, hidden: Tensor, out: Tensor) -> None:
-        """out [S, D] = (factors matrix)^T h, summed in `compute_dtype` and rounded to out's."""
-        matmul_rounded(self.matrix.t(), self._scaled(hidden), out=out)
-
-    def add_transposed_times(self, hidden: Tensor, total: Tensor) -> None:
-        """total [S, D] += (factors matrix)^T h."""
-        add_matmul_(total, self.matrix.t(), self._scaled(hidden))
-
-    def column_sums(self) -> Tensor:
-        """Sums over rows [S], in `compute_dtype`."""
-        if can_run(self.matrix):
-            from fastrl.kernels.row_scaling import column_sums
-
-            return column_sums(self.matrix, self.factors)
-        return self.matrix.sum(0, dtype=compute_dtype(self.matrix.dtype))
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        if self.factors is None:
-            return hidden
-        from fastrl.kernels.row_scaling import scale_rows
-
-        return scale_rows(hidden, self.factors, hidden.dtype)
+    logits = matmul(hidden, weight.t())
+    return row_gradient(logits, labels, statistics, gradients, transform, tile, hidden.dtype)
 
 
 class LogitsChunk:
@@ -164,30 +121,16 @@ class LogitsChunk:
             statistics: of the whole vocabulary.
             gradients: of the loss, by the statistics.
         """
+        where = (self._transform, self._tile)
         if self._references is None:
             matrix = row_gradient(
-                self._logits,
-                self._labels,
-                statistics.logsumexp,
-                statistics.entropy,
-                gradients,
-                self._transform,
-                self._tile,
-                operand_dtype=self._hidden.dtype,
+                self._logits, self._labels, statistics, gradients, *where, self._hidden.dtype
             )
             return ScaledRows(matrix, None)
         if gradients.entropy is not None and self._transform.softcap is not None:
             # log p cannot be had back from what is stored: the logits once more.
-            matrix = _fused_gradient(
-                self._hidden,
-                self._weight,
-                self._labels,
-                statistics,
-                gradients,
-                self._transform,
-                self._tile,
-                out=self._logits,
-            )
+            operands = (self._hidden, self._weight, self._labels)
+            matrix = _fused_gradient(*operands, statistics, gradients, *where, out=self._logits)
             return ScaledRows(matrix, None)
         from fastrl.kernels.exponentials import finish_exponentials
 
@@ -199,10 +142,52 @@ class LogitsChunk:
             statistics.logsumexp,
             statistics.entropy,
             gradients,
-            self._transform,
-            self._tile,
+            *where,
         )
         return ScaledRows(self._logits, factors)
+
+
+def update_row_statistics(
+    statistics: Tensor,  # [4, R]
+    logits: Tensor,  # [R, S]
+    labels: Tensor,  # [R]
+    transform: LogitTransform,
+    tile: VocabularyTile,
+    *,
+    entropy: bool,
+) -> None:
+    """See `torch_rows.update_row_statistics`."""
+    if can_run(logits):
+        from fastrl.kernels.row_statistics import update_row_statistics as update
+    else:
+        update = torch_rows.update_row_statistics
+    update(statistics, logits, labels, transform, tile, entropy=entropy)
+
+
+def row_gradient(
+    logits: Tensor,  # [R, S]
+    labels: Tensor,  # [R]
+    statistics: TokenStatistics,  # of [R]
+    gradients: RowGradients,
+    transform: LogitTransform,
+    tile: VocabularyTile,
+    operand_dtype: torch.dtype,
+) -> Tensor:  # [R, S]
+    """See `torch_rows.row_gradient`."""
+    if can_run(logits):
+        from fastrl.kernels.row_gradient import row_gradient as gradient
+    else:
+        gradient = torch_rows.row_gradient
+    return gradient(
+        logits,
+        labels,
+        statistics.logsumexp,
+        statistics.entropy,
+        gradients,
+        transform,
+        tile,
+        operand_dtype=operand_dtype,
+    )
 
 
 def _keeps_exponentials(hidden: Tensor, weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Row statistics and row gradients of a tile of logits: the two vocabulary-sized operations.
+"""Row statistics and row gradients of a tile of logits in torch, for any device and dtype.
 
-Each has a plain PyTorch version, for any device and dtype, and a Triton kernel of the same name.
+`fastrl.kernels` has a Triton kernel of the same name and signature for each.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl import kernels
 from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
@@ -33,11 +32,6 @@ def update_row_statistics(
         entropy: whether u is kept.
     """
     if tile.num_columns == 0:
-        return
-    if kernels.can_run(logits):
-        from fastrl.kernels.row_statistics import update_row_statistics as kernel
-
-        kernel(statistics, logits, labels, transform, tile, entropy=entropy)
         return
     z, _ = transformed(logits, transform, tile)
     maximum = torch.maximum(statistics[MAX], z.amax(1))
@@ -85,19 +79,6 @@ def row_gradient(
         operand_dtype: of the matrices that the result is to be multiplied with. On a GPU, which
             multiplies equal dtypes only, the result is rounded to it.
     """
-    if kernels.can_run(logits):
-        from fastrl.kernels.row_gradient import row_gradient as kernel
-
-        return kernel(
-            logits,
-            labels,
-            logsumexp,
-            entropy,
-            gradients,
-            transform,
-            tile,
-            operand_dtype=operand_dtype,
-        )
     if tile.num_columns == 0:
         return torch.zeros_like(logits)
     z, cap_slope = transformed(logits, transform, tile)

@@ -1,0 +1,73 @@
+"""Rows of a matrix times a factor each, not multiplied out, and the small passes they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
+from fastrl.kernels import can_run
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """factors[:, None] * matrix, not multiplied out; None is 1."""
+
+    matrix: Tensor  # [R, S]
+    factors: Tensor | None  # [R] fp32
+
+    def times(self, weight: Tensor) -> Tensor:
+        """matrix W [R, D], in `compute_dtype`: the factors are for the caller to apply."""
+        return matmul(self.matrix, weight)
+
+    def transposed_times(self, hidden: Tensor, out: Tensor) -> None:
+        """out [S, D] = (factors matrix)^T h, summed in `compute_dtype` and rounded to out's."""
+        matmul_rounded(self.matrix.t(), self._scaled(hidden), out=out)
+
+    def add_transposed_times(self, hidden: Tensor, total: Tensor) -> None:
+        """total [S, D] += (factors matrix)^T h."""
+        add_matmul_(total, self.matrix.t(), self._scaled(hidden))
+
+    def column_sums(self) -> Tensor:
+        """Sums over rows [S], in `compute_dtype`."""
+        if can_run(self.matrix):
+            from fastrl.kernels.row_scaling import column_sums
+
+            return column_sums(self.matrix, self.factors)
+        return self.matrix.sum(0, dtype=compute_dtype(self.matrix.dtype))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        if self.factors is None:
+            return hidden
+        from fastrl.kernels.row_scaling import scale_rows
+
+        return scale_rows(hidden, self.factors, hidden.dtype)
+
+
+def scatter_scaled(
+    output: Tensor,  # [T, D]
+    rows: Tensor,  # [R]
+    values: Tensor,  # [R, D]
+    factors: Tensor | None,  # [R]
+) -> None:
+    """output[rows] = factors[:, None] * values, rounded once; None is 1."""
+    if can_run(values):
+        from fastrl.kernels.row_scaling import scatter_scaled_rows
+
+        scatter_scaled_rows(output, values, factors, rows)
+        return
+    assert factors is None, "only kernels leave factors"
+    output.index_copy_(0, rows, values.to(output.dtype))
+
+
+def scaled(grad: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
+    """grad * factor (a scalar tensor), without waiting for the device."""
+    if grad is None or not in_place:
+        return None if grad is None else grad * factor
+    if can_run(grad):
+        from fastrl.kernels.row_scaling import scale_in_place
+
+        scale_in_place(grad, factor)
+        return grad
+    return grad.mul_(factor)
