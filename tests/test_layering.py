@@ -1,4 +1,7 @@
-"""Imports point one way, configs need no torch, and all works without Triton and CUDA."""
+"""Imports point one way, configs need no torch, and all works without Triton and CUDA.
+
+Of the tests: no module of tests is imported by another.
+"""
 
 import ast
 import subprocess
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fastrl"
+TESTS = Path(__file__).parent
 
 _FOUNDATION = {"config", "parallel", "kernels"}
 _MODELS = _FOUNDATION | {"functional", "layers", "data"}
@@ -53,15 +57,13 @@ def _part(module: str) -> str:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Yields every module that a file names in an import, also inside functions and for types."""
+    """Yields all that a file names in an import, also inside functions and for types."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "fastrl":
-            yield from (f"fastrl.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, f"relative import in {path}"
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,6 +86,20 @@ def test_imports_point_one_way(path: Path) -> None:
 
 def test_every_part_is_known() -> None:
     assert {_part(_module(path)) for path in _sources()} <= set(ALLOWED)
+
+
+def _is_of_a_test_module(imported: str) -> bool:
+    first, *names = imported.split(".")
+    return first == "tests" and any(name.startswith(("test_", "conftest")) for name in names)
+
+
+def test_what_tests_share_is_in_helpers() -> None:
+    for path in sorted(TESTS.rglob("*.py")):
+        for imported in _imports(path):
+            assert not _is_of_a_test_module(imported), (
+                f"{path.relative_to(TESTS)} must not import {imported}: "
+                "what several test modules need belongs in tests/helpers/"
+            )
 
 
 def _defines(module: str) -> bool:

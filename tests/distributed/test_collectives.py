@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fastrl.config import GSPOLossConfig
 from fastrl.parallel import ParallelGroups, device_mesh
-from tests.distributed.test_head import FEW_RUNS, RUNS
 from tests.helpers.collectives import Collective, CollectiveRecord, assert_same_order
+from tests.helpers.head_runs import FEW_RUNS, RUNS
 from tests.helpers.layouts import Ranks
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.sharded_head import CASES, HeadRun, run_on_rank

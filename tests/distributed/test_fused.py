@@ -12,10 +12,10 @@ from fastrl import kernels
 from fastrl.functional.head.tile_ops import chunk_itemsize
 from fastrl.kernels import linear
 from fastrl.parallel import ParallelGroups, group_rank, vocab_shard
+from tests.helpers.fused_head import SMALL_BLOCKS, assert_close_to_float64, logprobs_and_gradients
 from tests.helpers.head_cases import HeadCase
 from tests.helpers.layouts import Ranks
 from tests.helpers.ranks import RankPool
-from tests.kernels.test_products import SMALL, assert_close, in_float64, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -35,10 +35,12 @@ def run_on_rank(strategy: str, sequence_parallel: bool) -> list[Tensor]:
         hidden_states=whole.hidden_states.detach()[tokens].requires_grad_(),
         weight=whole.weight.detach()[rows].requires_grad_(),
     )
-    blocks, kernels.run_on_cpu, linear.BLOCKS = linear.BLOCKS, True, SMALL
+    blocks, kernels.run_on_cpu, linear.BLOCKS = linear.BLOCKS, True, SMALL_BLOCKS
     try:
         assert chunk_itemsize(tensors.hidden_states, tensors.weight) == 2
-        return run(tensors, strategy, True, ParallelGroups(tp=groups.tp, sp=groups.sp), 37)
+        return logprobs_and_gradients(
+            tensors, strategy, True, ParallelGroups(tp=groups.tp, sp=groups.sp), 37
+        )
     finally:
         kernels.run_on_cpu, linear.BLOCKS = False, blocks
 
@@ -53,4 +55,6 @@ def test_ranks_that_share_the_vocabulary(
     if not sequence_parallel:
         assert torch.equal(first[1], second[1])
     results = [first[0], grad_hidden, torch.cat([first[2], second[2]])]
-    assert_close(results, run(in_float64(CASE.tensors(torch.float16)), strategy, True))
+    assert_close_to_float64(
+        results, logprobs_and_gradients(CASE.tensors(torch.float16).in_float64(), strategy, True)
+    )

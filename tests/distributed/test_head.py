@@ -7,14 +7,11 @@ one process gives is compared with the definition here too, so that equality mea
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
 from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.sharding import finish_weight_gradient
@@ -22,6 +19,7 @@ from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
+from tests.helpers.head_runs import FEW_RUNS, LOSSES, RUNS, assert_same_result, runs_on
 from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.sharded_head import (
@@ -29,7 +27,6 @@ from tests.helpers.sharded_head import (
     COLUMNS,
     UPSTREAM,
     HeadRun,
-    WholeResult,
     assemble,
     build_head,
     hidden_states,
@@ -38,45 +35,6 @@ from tests.helpers.sharded_head import (
     pack,
     run_on_rank,
 )
-
-TOLERANCE = 1e-9
-
-GRPO = GRPOLossConfig(epsilon_low=0.1, epsilon_high=0.2)
-GSPO = GSPOLossConfig(epsilon_low=0.05, epsilon_high=0.1)
-CROSS_ENTROPY = CrossEntropyLossConfig()
-# A loss that is added here runs on every layout.
-LOSSES = {"grpo": GRPO, "gspo": GSPO, "cross_entropy": CROSS_ENTROPY}
-
-STRATEGIES: tuple[Literal["recompute", "single_pass"], ...] = ("recompute", "single_pass")
-
-RUNS = {
-    **{
-        # Several chunks; twelve rows hold the longest document.
-        f"{name}-{strategy}": HeadRun(
-            ((name, loss),), strategy, chunk_size=12 if name == "gspo" else 4
-        )
-        for name, loss in LOSSES.items()
-        for strategy in STRATEGIES
-    },
-    "grpo-micro_batches": HeadRun((("grpo", GRPO),), micro_batches=2, temperature=True),
-    "gspo-micro_batches": HeadRun((("gspo", GSPO),), micro_batches=2, temperature=True),
-    "grpo-dropping_clipped_rows": HeadRun(
-        (("grpo", GRPO),), "recompute", chunk_size=4, drop_inactive_rows=True
-    ),
-    "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
-}
-FEW_RUNS = (
-    "grpo-single_pass",
-    "grpo-dropping_clipped_rows",
-    "gspo-recompute",
-    "all-without_metrics",
-)
-
-
-def runs_on(layout: Ranks, names: Iterable[str]) -> tuple[str, ...]:
-    """The runs that there are: chunks of whole documents need documents on one rank."""
-    shared = layout.sequence_data > 1 or layout.head_splits_tokens
-    return tuple(name for name in names if not (shared and name == "gspo-single_pass"))
 
 
 def strategy_on(layout: Ranks, run: HeadRun) -> str:
@@ -96,31 +54,11 @@ def check(ranks: RankPool, case_name: str, names: Iterable[str], layout: Ranks) 
     answers = ranks(run_all, layout.world_size, case_name, names, layout)
     for name, results in zip(names, zip(*answers, strict=True), strict=True):
         whole = assemble(CASES[case_name], RUNS[name], layout, list(results))
-        assert_equal(whole, one_process(case_name, RUNS[name]), f"{case_name} {name} {layout}")
+        assert_same_result(
+            whole, one_process(case_name, RUNS[name]), f"{case_name} {name} {layout}"
+        )
         taken = {strategy for result in results for strategy in result.strategies}
         assert taken == {strategy_on(layout, RUNS[name])}, (name, layout)
-
-
-def assert_equal(actual: WholeResult, expected: WholeResult, where: str) -> None:
-    def close(name: str, a: Tensor, b: Tensor) -> None:
-        torch.testing.assert_close(
-            a.double(),
-            b.double(),
-            rtol=TOLERANCE,
-            atol=TOLERANCE,
-            msg=lambda text: f"{where}: {name}: {text}",
-        )
-
-    close("loss", actual.loss, expected.loss)
-    for number, (a, b) in enumerate(zip(actual.grad_hidden, expected.grad_hidden, strict=True)):
-        close(f"grad_hidden of document {number}", a, b)
-    close("grad_weight", actual.grad_weight, expected.grad_weight)
-    if expected.grad_bias is not None:
-        assert actual.grad_bias is not None
-        close("grad_bias", actual.grad_bias, expected.grad_bias)
-    assert actual.metrics.keys() == expected.metrics.keys(), where
-    for name, value in expected.metrics.items():
-        close(name, actual.metrics[name], value)
 
 
 @pytest.mark.parametrize("layout", [*TWO_RANKS, *FOUR_RANKS], ids=str)

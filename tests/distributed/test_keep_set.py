@@ -11,11 +11,11 @@ from torch import Tensor
 from fastrl import LanguageModelHead
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.parallel import group_rank, group_size, vocab_shard
+from tests.helpers.keep_sets import KEEP, recorded_entries
 from tests.helpers.layouts import Ranks
 from tests.helpers.loss_cases import pack, policy_documents
+from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 from tests.helpers.ranks import RankPool
-from tests.layers.losses.test_head_losses import close_to_policy, make_head, make_hidden
-from tests.layers.losses.test_keep_set import KEEP, recorded_entries
 
 LOSSES: dict[str, Any] = {"policy": {"type": "gspo", "entropy": {"bonus": 0.2}}}
 STATISTICS = ("mean_logit", "sum_squares", "is_argmax")
@@ -23,9 +23,9 @@ STATISTICS = ("mean_logit", "sum_squares", "is_argmax")
 
 def run(keep: str, layout: Ranks | None) -> list[Tensor]:
     """Loss, log-probabilities, statistics and gradients, weights gathered by hand."""
-    whole = make_head(LOSSES, keep=KEEP[keep])
+    whole = capped_head(LOSSES, keep=KEEP[keep])
     batch = pack(policy_documents())
-    hidden = make_hidden(batch)
+    hidden = random_hidden(batch)
     batch = close_to_policy(whole, hidden, batch.replace(kept_tokens=recorded_entries(batch)))
     head, rows = whole, slice(None)
     if layout is not None:

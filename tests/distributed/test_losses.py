@@ -16,13 +16,13 @@ from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 from tests.helpers.layouts import Ranks
 from tests.helpers.loss_cases import BY_NAME, CASES, LossCase, widen
-from tests.helpers.ranks import RankPool
-from tests.layers.losses.test_head_losses import (
+from tests.helpers.loss_heads import (
+    capped_head,
     close_to_policy,
-    make_head,
-    make_hidden,
     make_teacher,
+    random_hidden,
 )
+from tests.helpers.ranks import RankPool
 
 PAD_TO_MULTIPLE = 16
 LAYOUTS = [
@@ -50,8 +50,8 @@ def token_batch(case: LossCase) -> TokenBatch:
 def whole_batch(case: LossCase) -> tuple[BatchKwargs, Tensor]:
     """The batch of one process, its old policies near the head's, and the hidden states."""
     batch = widen(token_batch(case).to_kwargs()[0])
-    hidden = make_hidden(batch)
-    return close_to_policy(make_head({}), hidden, batch), hidden
+    hidden = random_hidden(batch)
+    return close_to_policy(capped_head({}), hidden, batch), hidden
 
 
 def run(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Teacher) -> Result:
@@ -74,13 +74,13 @@ def run(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Te
 
 def one_process(case: LossCase) -> Result:
     batch, hidden = whole_batch(case)
-    head = make_head({"loss": dict(case.config)})
+    head = capped_head({"loss": dict(case.config)})
     return run(head, hidden, batch, make_teacher(batch))
 
 
 def sharded_head(case: LossCase, layout: Ranks, groups: ParallelGroups) -> LanguageModelHead:
-    """The head of `make_head` with this rank's rows."""
-    whole = make_head({"loss": dict(case.config)})
+    """The head of `capped_head` with this rank's rows."""
+    whole = capped_head({"loss": dict(case.config)})
     options = whole.config.model_dump() | {"vocabulary_parallel": layout.vocabulary_parallel}
     config = LanguageModelHeadConfig.model_validate(options)
     head = LanguageModelHead(config, groups, dtype=torch.float64)

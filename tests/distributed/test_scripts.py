@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import Span, nccl_spans
-from tests.distributed.test_trainer import torchrun
+from tests.helpers.torchrun import torchrun
 
 MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ import torch
 
 from fastrl.cli import main
 from tests.helpers.runs import final_weights, write_tiny
+from tests.helpers.torchrun import torchrun
 
-ROOT = Path(__file__).parent.parent.parent
 # GSPO on documents of a few tokens, so that every cut of the packed sequence cuts some.
 CHANGES = {"evaluation": {"every": 20}}
 OVERRIDES = ["phases.1.steps=2", "phases.1.losses.policy.type=gspo"]
@@ -25,22 +22,6 @@ LAYOUTS = {
     "sdp2_ms2": ["parallel.sequence_data=2", "parallel.micro_sequences=2"],
     "stp2": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
 }
-
-
-def torchrun(num_processes: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_processes), "-m", module),
-            *arguments,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

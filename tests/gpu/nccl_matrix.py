@@ -25,10 +25,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import environment
-from tests.distributed.test_head import FEW_RUNS, RUNS, assert_equal, runs_on
-from tests.distributed.test_model import assert_same_training, in_one_process, simple
+from tests.helpers.head_runs import FEW_RUNS, RUNS, assert_same_result, runs_on
 from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
 from tests.helpers.ranks import rank_device
+from tests.helpers.same_training import (
+    assert_same_training,
+    in_one_process,
+    train_in_one_process,
+)
 from tests.helpers.sharded_head import CASES, assemble, one_process, run_on_rank
 from tests.helpers.sharded_training import VARIANTS, Training, Variant, train
 
@@ -146,7 +150,7 @@ def run_heads(report: Report) -> None:
 def run_head(report: Report, case_name: str, name: str, layout: Ranks) -> None:
     def check(answers: list[Any]) -> None:
         whole = assemble(CASES[case_name], RUNS[name], layout, answers)
-        assert_equal(whole, one_process(case_name, RUNS[name]), name)
+        assert_same_result(whole, one_process(case_name, RUNS[name]), name)
 
     where = f"head {case_name} {name} {layout}"
     report.run(where, lambda: run_on_rank(case_name, RUNS[name], layout), check)
@@ -168,7 +172,7 @@ def run_models(report: Report) -> None:
 
 def run_model(report: Report, config_name: str, variant: Variant) -> None:
     def check(answers: list[Training]) -> None:
-        expected = simple(config_name, in_one_process(variant))
+        expected = train_in_one_process(config_name, in_one_process(variant))
         assert_same_training(variant, answers[0], expected, MODEL_TOLERANCE)
 
     where = f"model {config_name} {variant.name}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl import BatchKwargs
-from tests.gpu.test_head import BF16, grpo_batch, make_head
+from tests.helpers.gpu_heads import BF16, grpo_batch, grpo_head
 
 # torch warns of itself when it compiles.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -19,7 +19,7 @@ class Model(nn.Module):
     def __init__(self, strategy: str, softcap: float | None) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(64, 64), nn.GELU()).to("cuda", BF16)
-        self.head = make_head(64, 1000, strategy=strategy, softcap=softcap, logit_scale=0.9)
+        self.head = grpo_head(64, 1000, strategy=strategy, softcap=softcap, logit_scale=0.9)
 
     def forward(self, hidden: Tensor, batch: BatchKwargs) -> Tensor:
         loss: Tensor | None = self.head(self.backbone(hidden), batch).loss

@@ -11,42 +11,16 @@ import torch
 from torch import Tensor
 
 from fastrl import (
-    BatchKwargs,
     Document,
-    LanguageModelHead,
-    LanguageModelHeadConfig,
     TokenBatch,
     linear_logprobs,
 )
+from tests.helpers.gpu_heads import BF16, grpo_batch, grpo_head
 from tests.helpers.head_cases import CASES, HeadCase
 
 pytestmark = pytest.mark.gpu
 
-BF16 = torch.bfloat16
 STRATEGIES = ("single_pass", "recompute")
-
-
-def grpo_batch(num_documents: int, length: int, vocab_size: int, **changes: Any) -> BatchKwargs:
-    generator = torch.Generator().manual_seed(5)
-    documents = [
-        Document(
-            tokens=torch.randint(vocab_size, (length,), generator=generator).tolist(),
-            prompt_length=length // 3,
-            logprobs=[-7.0] * (length - length // 3),
-            advantage=float(torch.randn((), generator=generator)) if i % 4 else 0.0,
-        )
-        for i in range(num_documents)
-    ]
-    (batch,) = TokenBatch.from_documents(documents).to_kwargs()
-    return batch.to("cuda").replace(**changes)
-
-
-def make_head(hidden_size: int, vocab_size: int, **config: Any) -> LanguageModelHead:
-    loss = {"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
-    defaults = {"hidden_size": hidden_size, "vocab_size": vocab_size, "losses": {"policy": loss}}
-    return LanguageModelHead(
-        LanguageModelHeadConfig.model_validate(defaults | config), device="cuda", dtype=BF16
-    )
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
@@ -60,12 +34,7 @@ def relative_error(result: Tensor, truth: Tensor) -> float:
 def test_equals_the_reference(case: HeadCase, hidden_size: int, dtype: torch.dtype) -> None:
     case = replace(case, hidden_size=hidden_size)
     tensors = case.tensors(dtype, "cuda")
-    wide = replace(
-        tensors,
-        hidden_states=tensors.hidden_states.detach().double().requires_grad_(),
-        weight=tensors.weight.detach().double().requires_grad_(),
-        bias=None if tensors.bias is None else tensors.bias.detach().double().requires_grad_(),
-    )
+    wide = tensors.in_float64()
     statistics = linear_logprobs(
         tensors.hidden_states,
         tensors.weight,
@@ -102,7 +71,7 @@ def test_strategies_agree(entropy: float, softcap: float | None, bias: bool) -> 
         loss: dict[str, Any] = {"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
         if entropy:
             loss["entropy"] = {"bonus": entropy}
-        head = make_head(
+        head = grpo_head(
             128, 1000, strategy=strategy, chunk_size=chunk, softcap=softcap, bias=bias,
             losses={"policy": loss}, logit_scale=3.0,
         )  # fmt: skip
@@ -123,7 +92,7 @@ def test_strategies_agree(entropy: float, softcap: float | None, bias: bool) -> 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_waits_for_the_device(strategy: str, loss: str, metrics: bool) -> None:
     batch = grpo_batch(6, 90, 1000)
-    head = make_head(
+    head = grpo_head(
         128, 1000, strategy=strategy, metrics=metrics, losses={"policy": {"type": loss}}
     )
     hidden = torch.randn(batch.num_tokens, 128, device="cuda", dtype=BF16, requires_grad=True)
@@ -181,7 +150,7 @@ def test_h1_more_logits_than_32_bits_count(strategy: str, depth: int) -> None:
     document = Document(tokens=labels, prompt_length=1, logprobs=[-11.7] * num_rows, advantage=1.0)
     (batch,) = TokenBatch.from_documents([document]).to_kwargs()
     batch = batch.to("cuda")
-    head = make_head(depth, vocab_size, strategy=strategy, max_logits_bytes=2**34, metrics=False)
+    head = grpo_head(depth, vocab_size, strategy=strategy, max_logits_bytes=2**34, metrics=False)
     hidden = torch.randn(num_rows + 1, depth, device="cuda", dtype=BF16, requires_grad=True)
     output = head(hidden, batch, return_logprobs=True)
     assert output.loss is not None
@@ -245,7 +214,7 @@ def test_more_rows_and_documents_than_16_bits_count() -> None:
         for strategy in STRATEGIES:
             torch.manual_seed(2)
             wide = {"type": loss, "epsilon_low": 0.99, "epsilon_high": 999.0}
-            head = make_head(16, 100, strategy=strategy, losses={"policy": wide})
+            head = grpo_head(16, 100, strategy=strategy, losses={"policy": wide})
             output = head(hidden, batch)
             assert output.loss is not None
             results.append(torch.autograd.grad(output.loss, hidden)[0])
@@ -272,7 +241,7 @@ def test_i1_ratios_are_one_on_policy() -> None:
         assert ((torch.cat(parts) - old).exp() - 1).abs().max() <= 1e-5
     batch = grpo_batch(2, 90, 1000)
     inputs = torch.randn(batch.num_tokens, 256, device="cuda", dtype=BF16)
-    head = make_head(256, 1000)
+    head = grpo_head(256, 1000)
     with torch.no_grad():
         evaluated = head.eval()(inputs, batch).logprobs
     head.train()
@@ -290,7 +259,7 @@ def test_i3_many_chunks_add_up_in_fp32(strategy: str) -> None:
         tokens=[0] * (count + 1), prompt_length=1, logprobs=[-3.0] * count, advantage=1.0
     )
     (batch,) = TokenBatch.from_documents([document]).to_kwargs()
-    head = make_head(depth, vocab_size, strategy=strategy, chunk_size=1, metrics=False)
+    head = grpo_head(depth, vocab_size, strategy=strategy, chunk_size=1, metrics=False)
     torch.nn.init.zeros_(head.weight)
     batch = batch.to("cuda").replace(
         old_logprobs=torch.full((count + 1,), -2.0794415, device="cuda")
@@ -326,7 +295,7 @@ def test_w1_upstream_gradient_per_token() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_backwards_of_one_graph(strategy: str) -> None:
     batch = grpo_batch(4, 60, 500)
-    head = make_head(64, 500, strategy=strategy)
+    head = grpo_head(64, 500, strategy=strategy)
     hidden = torch.randn(batch.num_tokens, 64, device="cuda", dtype=BF16, requires_grad=True)
     loss = head(hidden, batch).loss
     assert loss is not None
@@ -340,7 +309,7 @@ def test_two_backwards_of_one_graph(strategy: str) -> None:
 def test_w3_only_demanded_gradients(strategy: str) -> None:
     """Every combination gives the same loss; a frozen weight costs no memory of its size."""
     batch = grpo_batch(4, 60, 32000)
-    head = make_head(256, 32000, strategy=strategy, bias=True, max_logits_bytes=2**22)
+    head = grpo_head(256, 32000, strategy=strategy, bias=True, max_logits_bytes=2**22)
     assert head.bias is not None
     losses = []
     for needs in range(8):

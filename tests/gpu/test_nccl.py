@@ -12,6 +12,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fastrl import LanguageModelHead, LanguageModelHeadConfig
 from fastrl.parallel import ParallelGroups, vocab_shard
+from tests.helpers.gpu_heads import grpo_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,8 +43,6 @@ def run_rank(rank: int, rendezvous: str) -> None:
 
 def run(rank: int, groups: ParallelGroups, loss: str, strategy: str) -> tuple[Tensor, ...]:
     """Loss, log-probabilities and gradients of this rank's hidden states and weight."""
-    from tests.gpu.test_head import grpo_batch
-
     batch = grpo_batch(6, 90, VOCABULARY)
     config = LanguageModelHeadConfig.model_validate(
         {

@@ -53,7 +53,7 @@ def ragged_documents() -> list[Document]:
     ]
 
 
-def make_head(**config: object) -> LanguageModelHead:
+def padded_head(**config: object) -> LanguageModelHead:
     """A float64 head with padding rows of fixed random values."""
     defaults = {"hidden_size": HIDDEN_SIZE, "vocab_size": VOCAB_SIZE, "padded_vocab_size": 37}
     head = LanguageModelHead(
@@ -66,7 +66,7 @@ def make_head(**config: object) -> LanguageModelHead:
     return head
 
 
-def make_hidden(batch: BatchKwargs) -> Tensor:
+def content_hidden(batch: BatchKwargs) -> Tensor:
     """Hidden states that depend on token, position and document content, not on packing."""
     generator = torch.Generator().manual_seed(11)
     by_token = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -84,6 +84,15 @@ class HeadTensors:
             "logit_scale": self.case.logit_scale,
             "vocab_size": self.case.vocab_size,
         }
+
+    def in_float64(self) -> HeadTensors:
+        """The same numbers, wider."""
+        return replace(
+            self,
+            hidden_states=self.hidden_states.detach().double().requires_grad_(),
+            weight=self.weight.detach().double().requires_grad_(),
+            bias=None if self.bias is None else self.bias.detach().double().requires_grad_(),
+        )
 
     def reference(self) -> TokenStatistics:
         """The statistics by the definition."""

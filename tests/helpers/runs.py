@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,15 @@ phases:
     rollouts: {type: sampler, prompts_per_step: 6, group_size: 4}
 logging: {samples_every: 2, num_samples: 2, tensorboard: false, report: false}
 """
+
+
+class FinishedRun(NamedTuple):
+    """A run that the command line made."""
+
+    config: Path
+    folder: Path
+    exit_code: int
+    out: str
 
 
 def tiny(*overrides: str) -> RunConfig:

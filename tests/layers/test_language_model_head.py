@@ -18,7 +18,13 @@ from fastrl import (
 from fastrl.config import GRPOLossConfig
 from fastrl.functional.head.checks import check_inputs
 from fastrl.layers.losses import add_metrics
-from tests.helpers.batches import make_head, make_hidden, pack, ragged_documents, reference_loss
+from tests.helpers.batches import (
+    content_hidden,
+    pack,
+    padded_head,
+    ragged_documents,
+    reference_loss,
+)
 
 LOSSES: dict[str, dict[str, object]] = {
     "cross_entropy": {"type": "cross_entropy"},
@@ -48,7 +54,7 @@ def assert_equal_to_reference(
     head: LanguageModelHead, documents: Sequence[Document], **changes: object
 ) -> None:
     batch = pack(documents, pad_to_multiple=8).replace(**changes)
-    hidden = make_hidden(batch)
+    hidden = content_hidden(batch)
     output = head(hidden, batch)
     expected = reference_loss(head, hidden, batch)
     torch.testing.assert_close(output.loss, expected, atol=1e-10, rtol=1e-10)
@@ -64,7 +70,7 @@ def assert_equal_to_reference(
 def test_losses_equal_the_reference(loss: str, strategy: str, metrics: bool) -> None:
     chunks = CHUNKS["gspo" if loss.startswith("gspo") else "grpo"]
     for chunk_size in chunks:
-        head = make_head(
+        head = padded_head(
             losses={"policy": LOSSES[loss]},
             strategy=strategy,
             chunk_size=chunk_size,
@@ -86,7 +92,7 @@ def test_transforms_equal_the_reference(transform: str, temperature: str, strate
         "per_token": torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64),
     }
     assert_equal_to_reference(
-        make_head(**(options | TRANSFORMS[transform])),
+        padded_head(**(options | TRANSFORMS[transform])),
         ragged_documents(),
         temperature=temperatures[temperature],
     )
@@ -99,9 +105,9 @@ def test_transforms_equal_the_reference(transform: str, temperature: str, strate
 )
 def test_nothing_to_learn_from(chosen: tuple[int, ...], strategy: str, loss: str) -> None:
     documents = [ragged_documents()[index] for index in chosen]
-    head = make_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
+    head = padded_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
     batch = pack(documents, pad_to_multiple=8)
-    hidden = make_hidden(batch)
+    hidden = content_hidden(batch)
     output = head(hidden, batch)
     grads = gradients(output.loss, head, hidden)
     assert all(grad.isfinite().all() for grad in grads)
@@ -117,7 +123,7 @@ def test_nothing_to_learn_from(chosen: tuple[int, ...], strategy: str, loss: str
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
 def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str) -> None:
     documents = ragged_documents()
-    head = make_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
+    head = padded_head(losses={"policy": LOSSES[loss]}, strategy=strategy)
 
     def run(parts: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
         columns = ("advantages", "old_logprobs")
@@ -131,7 +137,7 @@ def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str
         total = torch.zeros((), dtype=torch.float64)
         for part in batches:
             (batch,) = part.to_kwargs(counts=counts)
-            output = head(make_hidden(batch), batch)
+            output = head(content_hidden(batch), batch)
             output.loss.backward()
             total += output.loss.detach()
             metrics.append(output.metrics)
@@ -154,8 +160,8 @@ def test_packing_order_and_micro_batches_change_nothing(loss: str, strategy: str
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
 def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
-    hidden = make_hidden(batch)
+    head = padded_head(losses={"policy": LOSSES["gspo"]}, strategy=strategy, metrics=False)
+    hidden = content_hidden(batch)
     passes: list[object] = []
 
     def counted(*arguments: object, **options: object) -> object:
@@ -181,20 +187,20 @@ def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.Mon
 
 def test_no_grad_computes_the_loss_alone() -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["grpo"]})
+    head = padded_head(losses={"policy": LOSSES["grpo"]})
     with torch.no_grad():
-        output = head(make_hidden(batch), batch)
+        output = head(content_hidden(batch), batch)
     assert not output.loss.requires_grad
-    torch.testing.assert_close(output.loss, head(make_hidden(batch), batch).loss.detach())
+    torch.testing.assert_close(output.loss, head(content_hidden(batch), batch).loss.detach())
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
 def test_two_backwards_of_one_graph(strategy: str) -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["grpo"]}, strategy=strategy)
-    loss = head(make_hidden(batch), batch).loss
+    head = padded_head(losses={"policy": LOSSES["grpo"]}, strategy=strategy)
+    loss = head(content_hidden(batch), batch).loss
     (3 * loss).backward(retain_graph=True)  # not 1: scaling in place would show in the second
-    (once,) = torch.autograd.grad(head(make_hidden(batch), batch).loss, [head.weight])
+    (once,) = torch.autograd.grad(head(content_hidden(batch), batch).loss, [head.weight])
     (loss * -2).backward()
     assert head.weight.grad is not None
     torch.testing.assert_close(head.weight.grad, once)
@@ -203,11 +209,11 @@ def test_two_backwards_of_one_graph(strategy: str) -> None:
 def test_auto_takes_one_pass_where_documents_are_whole_and_fit() -> None:
     documents = ragged_documents()
     hand_made = pack(documents)
-    hidden = make_hidden(hand_made)
+    hidden = content_hidden(hand_made)
 
     def strategy(loss: str, **options: object) -> str | None:
         whole = bool(options.pop("whole", True))
-        head = make_head(losses={"policy": LOSSES[loss]}, **options)
+        head = padded_head(losses={"policy": LOSSES[loss]}, **options)
         result: str | None = head(hidden, hand_made.replace(whole_documents=whole)).strategy
         return result
 
@@ -225,8 +231,8 @@ def test_auto_takes_one_pass_where_documents_are_whole_and_fit() -> None:
 
 def test_batches_made_by_hand_need_no_row_sets() -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["gspo"]})
-    hidden = make_hidden(batch)
+    head = padded_head(losses={"policy": LOSSES["gspo"]})
+    hidden = content_hidden(batch)
     bare = batch.replace(labelled_rows=None, active_rows=None, active_document_rows=None)
     expected = gradients(head(hidden, batch).loss, head, hidden)
     for actual, wanted in zip(
@@ -237,11 +243,11 @@ def test_batches_made_by_hand_need_no_row_sets() -> None:
 
 def test_a_loss_says_what_the_batch_lacks() -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["grpo"]})
+    head = padded_head(losses={"policy": LOSSES["grpo"]})
     with pytest.raises(ValueError, match=r"`old_logprobs` must be in the batch for the GRPOLoss"):
-        head(make_hidden(batch), batch.replace(old_logprobs=None))
+        head(content_hidden(batch), batch.replace(old_logprobs=None))
     with pytest.raises(ValueError, match=r"`advantages` must be in the batch"):
-        head(make_hidden(batch), batch.replace(advantages=None))
+        head(content_hidden(batch), batch.replace(advantages=None))
 
 
 def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
@@ -266,23 +272,23 @@ def test_dropping_clipped_rows_changes_nothing() -> None:
     batch = pack(ragged_documents())
     results = []
     for drop in (False, True):
-        head = make_head(
+        head = padded_head(
             losses={"policy": {"type": "grpo", "epsilon_low": 0.01, "epsilon_high": 0.01}},
             strategy="recompute",
             drop_inactive_rows=drop,
         )
-        hidden = make_hidden(batch)
+        hidden = content_hidden(batch)
         results.append(gradients(head(hidden, batch).loss, head, hidden))
     for every, dropped in zip(*results, strict=True):
         torch.testing.assert_close(every, dropped, atol=1e-13, rtol=1e-13)
     with pytest.raises(ValueError, match="`drop_inactive_rows` must not be given with"):
-        make_head(losses={}, strategy="single_pass", drop_inactive_rows=True)
+        padded_head(losses={}, strategy="single_pass", drop_inactive_rows=True)
 
 
 def test_a_used_up_graph_says_so() -> None:
     batch = pack(ragged_documents())
-    head = make_head(losses={"policy": LOSSES["grpo"]}, strategy="single_pass")
-    loss = head(make_hidden(batch), batch).loss
+    head = padded_head(losses={"policy": LOSSES["grpo"]}, strategy="single_pass")
+    loss = head(content_hidden(batch), batch).loss
     loss.backward()
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         loss.backward()

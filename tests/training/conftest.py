@@ -1,21 +1,9 @@
 """One finished run for the tests that only look at it."""
 
-from pathlib import Path
-from typing import NamedTuple
-
 import pytest
 
 from fastrl.cli import main
-from tests.helpers.runs import write_tiny
-
-
-class FinishedRun(NamedTuple):
-    """A run that the command line made."""
-
-    config: Path
-    folder: Path
-    exit_code: int
-    out: str
+from tests.helpers.runs import FinishedRun, write_tiny
 
 
 @pytest.fixture(scope="session")

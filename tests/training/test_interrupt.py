@@ -9,8 +9,7 @@ import torch
 from fastrl.cli import main
 from fastrl.training.log_files import read_metrics
 from fastrl.training.phases import Phase, StepResult
-from tests.helpers.runs import final_weights, write_tiny
-from tests.training.conftest import FinishedRun
+from tests.helpers.runs import FinishedRun, final_weights, write_tiny
 
 
 def _interrupt_in_step(patch: pytest.MonkeyPatch, number: int, times: int = 1) -> None:

@@ -14,8 +14,7 @@ from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.log_files import read_metrics
 from fastrl.training.phases import Phase
-from tests.helpers.runs import final_weights, tiny_context
-from tests.training.conftest import FinishedRun
+from tests.helpers.runs import FinishedRun, final_weights, tiny_context
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 

@@ -12,8 +12,7 @@ from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
 from fastrl.models.checkpoint import load_llama
 from fastrl.training.log_files import read_metrics
-from tests.helpers.runs import final_weights, tiny, write_tiny
-from tests.training.conftest import FinishedRun
+from tests.helpers.runs import FinishedRun, final_weights, tiny, write_tiny
 
 
 def _train(folder: Path, name: str, *overrides: str, code: int = 0) -> Path:

@@ -19,7 +19,7 @@ from tests.helpers.loss_cases import (
     random_statistics,
     reference_tokens,
 )
-from tests.layers.losses.test_head_losses import make_head, make_hidden
+from tests.helpers.loss_heads import capped_head, random_hidden
 
 DOCS = Path(__file__).parents[3] / "docs"
 TYPES = [config.model_fields["type"].default for config in get_args(get_args(AnyLossConfig)[0])]
@@ -51,9 +51,9 @@ def test_adding_a_loss_works_as_documented() -> None:
     statistics = random_statistics(batch)
     scope["check"](batch, statistics, reference_tokens(statistics, batch))
     # Under the head, without a change to the package.
-    head: LanguageModelHead = make_head({"policy": {"type": "grpo"}})
+    head: LanguageModelHead = capped_head({"policy": {"type": "grpo"}})
     head.losses["policy"] = scope["AsymmetricLoss"](scope["AsymmetricLossConfig"]())
-    output = head(make_hidden(batch), batch)
+    output = head(random_hidden(batch), batch)
     assert output.loss is not None
     grad = torch.autograd.grad(output.loss, [head.weight])[0]
     assert grad.isfinite().all()

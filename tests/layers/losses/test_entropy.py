@@ -9,7 +9,7 @@ from fastrl.config import EntropyConfig
 from fastrl.functional.quantiles import ordered_keys, top_fraction, upper_threshold
 from fastrl.layers.losses.entropy import EntropyBonus
 from tests.helpers.loss_cases import pack, policy_documents
-from tests.layers.losses.test_head_losses import make_head, make_hidden
+from tests.helpers.loss_heads import capped_head, random_hidden
 
 
 def test_the_bonus_follows_the_target_within_its_bounds() -> None:
@@ -32,9 +32,9 @@ def test_the_bonus_follows_the_target_within_its_bounds() -> None:
 
 def test_the_head_moves_the_bonus_of_its_losses() -> None:
     adaptive = {"target": 10.0, "step": 0.5}
-    head = make_head({"policy": {"type": "grpo", "entropy": {"adaptive": adaptive}}})
+    head = capped_head({"policy": {"type": "grpo", "entropy": {"adaptive": adaptive}}})
     batch = pack(policy_documents())
-    hidden = make_hidden(batch)
+    hidden = random_hidden(batch)
     before = head(hidden, batch)
     assert before.metrics["policy/entropy_bonus_max"].item() == 0
     head.end_step(before.metrics)

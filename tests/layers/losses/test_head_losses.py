@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from fastrl import (
     BatchKwargs,
     LanguageModelHead,
-    LanguageModelHeadConfig,
     TokenBatch,
     TokenStatistics,
 )
@@ -29,60 +27,15 @@ from tests.helpers.loss_cases import (
     reference_tokens,
     widen,
 )
+from tests.helpers.loss_heads import (
+    assert_equal_gradients,
+    capped_head,
+    close_to_policy,
+    make_teacher,
+    random_hidden,
+)
 
-HIDDEN_SIZE = 5
-PADDED = 33
 CHUNKS = (1, 12)
-
-
-def make_head(losses: dict[str, Any], **options: Any) -> LanguageModelHead:
-    """A float64 head with bias, cap and padding."""
-    config = LanguageModelHeadConfig.model_validate(
-        {
-            "hidden_size": HIDDEN_SIZE,
-            "vocab_size": VOCAB_SIZE,
-            "padded_vocab_size": PADDED,
-            "bias": True,
-            "softcap": 5.0,
-            "losses": losses,
-        }
-        | options
-    )
-    head = LanguageModelHead(config, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.normal_(generator=generator)
-    return head
-
-
-def make_hidden(batch: BatchKwargs, size: int = HIDDEN_SIZE, seed: int = 11) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch.num_tokens, size, generator=generator, dtype=torch.float64)
-
-
-def make_teacher(batch: BatchKwargs) -> Teacher:
-    generator = torch.Generator().manual_seed(23)
-    weight = torch.randn(PADDED, 7, generator=generator, dtype=torch.float64)
-    return Teacher(make_hidden(batch, 7, 29), weight, weight[:, 0].clone(), 4.0, 0.7)
-
-
-def close_to_policy(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs) -> BatchKwargs:
-    """The batch with old policies near the head's own, so that some ratios are inside of a clip."""
-    head.eval()
-    logprobs = head(hidden, batch).logprobs
-    head.train()
-    generator = torch.Generator().manual_seed(31)
-
-    def near(scale: float, centre: Tensor) -> Tensor:
-        noise = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
-        return (centre + scale * noise).clamp(max=-1e-3)
-
-    assert logprobs is not None
-    old = near(0.25, logprobs)
-    return batch.replace(
-        old_logprobs=old, ref_logprobs=near(0.3, logprobs), rollout_logprobs=near(0.1, old)
-    )
 
 
 def definition(
@@ -127,26 +80,12 @@ def definition(
     return parsed.weight * case.reference(reference_tokens(statistics, batch))
 
 
-def assert_equal_gradients(
-    head: LanguageModelHead, hidden: Tensor, actual: Tensor, expected: Tensor, tolerance: float
-) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-    upstream = torch.tensor(-1.7, dtype=torch.float64)
-    inputs = [hidden, *head.parameters()]
-    for got, wanted in zip(
-        torch.autograd.grad(actual, inputs, upstream),
-        torch.autograd.grad(expected, inputs, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_head_equals_the_definition(case: LossCase, strategy: str) -> None:
-    head = make_head({"policy": dict(case.config)}, strategy=strategy)
+    head = capped_head({"policy": dict(case.config)}, strategy=strategy)
     batch = pack(case.documents())
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     batch = close_to_policy(head, hidden, batch)
     teacher = make_teacher(batch) if "divergence" in case.loss().needs else None
     if strategy == "single_pass" and (
@@ -158,7 +97,7 @@ def test_head_equals_the_definition(case: LossCase, strategy: str) -> None:
     for chunk_size in CHUNKS:
         if strategy == "single_pass" and case.loss().scope == "document" and chunk_size == 1:
             continue  # no document fits a chunk
-        head = make_head(
+        head = capped_head(
             {"policy": dict(case.config)},
             strategy=strategy,
             chunk_size=chunk_size,
@@ -177,9 +116,9 @@ def test_losses_of_several_scales_and_weights(strategy: str) -> None:
         name: dict(BY_NAME[name].config) | {"logits_scale": scale, "weight": 0.3 + i}
         for i, (name, scale) in enumerate(zip(names, scales, strict=True))
     }
-    head = make_head(losses, strategy=strategy, chunk_size=12)
+    head = capped_head(losses, strategy=strategy, chunk_size=12)
     batch = pack(policy_documents()).replace(temperature=0.8)
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     batch = close_to_policy(head, hidden, batch)
     output = head(hidden, batch, return_logprobs=True)
     expected = torch.stack(
@@ -193,18 +132,18 @@ def test_losses_of_several_scales_and_weights(strategy: str) -> None:
 
 
 def test_logprobs_without_a_loss_of_scale_one() -> None:
-    head = make_head({"policy": {"type": "grpo", "logits_scale": 2.0}})
+    head = capped_head({"policy": {"type": "grpo", "logits_scale": 2.0}})
     batch = pack(policy_documents())
-    hidden = make_hidden(batch)
+    hidden = random_hidden(batch)
     output = head(hidden, batch, return_logprobs=True)
     head.eval()
     torch.testing.assert_close(output.logprobs, head(hidden, batch).logprobs)
 
 
 def test_statistics_on_request() -> None:
-    head = make_head({"policy": {"type": "grpo"}})
+    head = capped_head({"policy": {"type": "grpo"}})
     batch = pack(policy_documents())
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     names = ("mean_logit", "sum_squares", "is_argmax")
     output = head(hidden, batch, statistics=names)
     assert not head(hidden, batch).statistics
@@ -225,18 +164,18 @@ def test_statistics_on_request() -> None:
 
 def test_a_teacher_is_given_where_it_is_needed_alone() -> None:
     batch = pack(policy_documents())
-    hidden = make_hidden(batch)
+    hidden = random_hidden(batch)
     with pytest.raises(ValueError, match=r"`teacher` must be given for the losses \['policy'\]"):
-        make_head({"policy": {"type": "distillation"}})(hidden, batch)
+        capped_head({"policy": {"type": "distillation"}})(hidden, batch)
     with pytest.raises(ValueError, match="`teacher` must not be given without a loss of type"):
-        make_head({"policy": {"type": "grpo"}})(hidden, batch, teacher=make_teacher(batch))
+        capped_head({"policy": {"type": "grpo"}})(hidden, batch, teacher=make_teacher(batch))
     teacher = make_teacher(batch)
     with pytest.raises(ValueError, match=r"`teacher.weight` must be of shape \[33, 7\]"):
-        make_head({"policy": {"type": "distillation"}})(
+        capped_head({"policy": {"type": "distillation"}})(
             hidden, batch, teacher=replace(teacher, weight=teacher.weight[:-1])
         )
     with pytest.raises(ValueError, match=r"`teacher.softcap` must be positive or None, got 0"):
-        make_head({"policy": {"type": "distillation"}})(
+        capped_head({"policy": {"type": "distillation"}})(
             hidden, batch, teacher=replace(teacher, softcap=0.0)
         )
 
@@ -247,9 +186,9 @@ def test_distillation_beside_a_policy_loss() -> None:
         "forward": {"type": "distillation", "weight": 0.5},
         "reverse": {"type": "distillation", "divergence": "reverse_kl", "logits_scale": 0.5},
     }
-    head = make_head(losses)
+    head = capped_head(losses)
     batch = pack(policy_documents())
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     batch = close_to_policy(head, hidden, batch)
     teacher = make_teacher(batch)
     output = head(hidden, batch, teacher=teacher)
@@ -267,9 +206,9 @@ def test_distillation_beside_a_policy_loss() -> None:
 def test_a_micro_sequence_has_no_sums_over_documents_that_it_cuts() -> None:
     whole = TokenBatch.from_documents(policy_documents(), pad_to_multiple=8)
     batch, pieces = widen(whole.to_kwargs()[0]), whole.to_kwargs(micro_sequences=2)
-    hidden = make_hidden(batch).split(batch.num_tokens // 2)
+    hidden = random_hidden(batch).split(batch.num_tokens // 2)
     for name in ("grpo", "gspo"):
-        head = make_head({"policy": dict(BY_NAME[name].config)})
+        head = capped_head({"policy": dict(BY_NAME[name].config)})
         (joined,) = whole.to_kwargs(micro_sequences=2, join=True)
         expected = head(torch.cat(hidden), widen(joined)).loss
         torch.testing.assert_close(head(torch.cat(hidden), batch).loss, expected)

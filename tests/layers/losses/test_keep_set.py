@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from fastrl.functional.head.full_rows import LogitRows
 from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
 from fastrl.functional.reference import head as reference
 from fastrl.kernels.arguments import VocabularyTile
+from tests.helpers.keep_sets import KEEP, recorded_entries
 from tests.helpers.loss_cases import (
     BY_NAME,
     VOCAB_SIZE,
@@ -20,30 +19,12 @@ from tests.helpers.loss_cases import (
     policy_documents,
     reference_tokens,
 )
-from tests.layers.losses.test_head_losses import (
+from tests.helpers.loss_heads import (
     assert_equal_gradients,
+    capped_head,
     close_to_policy,
-    make_head,
-    make_hidden,
+    random_hidden,
 )
-
-KEEP: dict[str, dict[str, Any]] = {
-    "top_k": {"top_k": 4},
-    "top_one": {"top_k": 1},
-    "top_k_of_all": {"top_k": 100},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.2},
-    "all": {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
-    "recorded": {"recorded": True},
-}
-
-
-def recorded_entries(batch: BatchKwargs) -> Tensor:
-    """[T, 6], of different numbers, some without the label."""
-    generator = torch.Generator().manual_seed(37)
-    tokens = torch.randint(VOCAB_SIZE, (batch.num_tokens, 6), generator=generator)
-    fillers = torch.randint(6, (batch.num_tokens, 1), generator=generator)
-    return torch.where(torch.arange(6) < fillers, -1, tokens)
 
 
 def statistics_by_definition(
@@ -87,9 +68,9 @@ def test_losses_over_the_keep_set_are_the_definition(keep: str, loss: str) -> No
     options = {"keep": KEEP[keep]}
     batch = pack(policy_documents()).replace(temperature=0.7)
     batch = batch.replace(kept_tokens=recorded_entries(batch))
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     for chunk_size in (1, 12):
-        head = make_head({"policy": dict(case.config)}, chunk_size=chunk_size, **options)
+        head = capped_head({"policy": dict(case.config)}, chunk_size=chunk_size, **options)
         near = close_to_policy(head, hidden, batch)
         output = head(hidden, near, return_logprobs=True)
         statistics = statistics_by_definition(head, hidden, near)
@@ -100,13 +81,15 @@ def test_losses_over_the_keep_set_are_the_definition(keep: str, loss: str) -> No
 
 
 def test_an_impossible_entry_is_no_part_of_any_set() -> None:
-    head = make_head({"policy": {"type": "reinforce", "entropy": {"bonus": 1.0}}}, keep=KEEP["all"])
+    head = capped_head(
+        {"policy": {"type": "reinforce", "entropy": {"bonus": 1.0}}}, keep=KEEP["all"]
+    )
     batch = pack(policy_documents())
     free = [v for v in range(VOCAB_SIZE) if v not in batch.labels.tolist()]
     assert head.bias is not None
     with torch.no_grad():
         head.bias[free[:3]] = -torch.inf
-    hidden = make_hidden(batch).requires_grad_()
+    hidden = random_hidden(batch).requires_grad_()
     loss = head(hidden, batch).loss
     grads = torch.autograd.grad(loss, [hidden, *head.parameters()])
     assert all(grad.isfinite().all() for grad in grads)
@@ -142,10 +125,10 @@ def test_the_same_sets_as_transformers(dtype: torch.dtype) -> None:
 
 def test_what_is_missing_is_named() -> None:
     batch = pack(policy_documents())
-    hidden = make_hidden(batch)
-    head = make_head({"policy": {"type": "grpo"}}, keep={"recorded": True})
+    hidden = random_hidden(batch)
+    head = capped_head({"policy": {"type": "grpo"}}, keep={"recorded": True})
     with pytest.raises(ValueError, match="`kept_tokens` must be in the batch"):
         head(hidden, batch)
-    head = make_head({"policy": {"type": "grpo"}}, keep={"top_k": 3}, strategy="single_pass")
+    head = capped_head({"policy": {"type": "grpo"}}, keep={"top_k": 3}, strategy="single_pass")
     with pytest.raises(ValueError, match="`strategy: single_pass` must"):
         head(hidden, batch)

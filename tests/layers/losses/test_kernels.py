@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, kernels
 from fastrl.layers.language_model_head import LanguageModelHead
 from tests.helpers.loss_cases import BY_NAME, CASES, pack, policy_documents, preference_documents
-from tests.layers.losses.test_head_losses import close_to_policy, make_head, make_hidden
+from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 
 # Losses whose work is in the kernels; the others take passes of their own in PyTorch.
 KERNEL_CASES = [case for case in CASES if not case.loss().needs - {"entropy"}]
@@ -37,12 +37,12 @@ def gradients(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs) -> li
 def assert_as_in_float64(
     losses: dict[str, Any], documents: list[Document], strategy: str, device: torch.device
 ) -> None:
-    exact = make_head(losses, strategy=strategy)
+    exact = capped_head(losses, strategy=strategy)
     batch = pack(documents)
-    hidden = make_hidden(batch)
+    hidden = random_hidden(batch)
     # Both start from the same fp32 numbers, so that no token is clipped in one of them alone.
     narrow_batch = in_dtype(close_to_policy(exact, hidden, batch), torch.float32, device)
-    narrow = make_head(losses, strategy=strategy).float().to(device)
+    narrow = capped_head(losses, strategy=strategy).float().to(device)
     with torch.no_grad():
         for parameter, source in zip(exact.parameters(), narrow.parameters(), strict=True):
             parameter.copy_(source)

@@ -18,7 +18,7 @@ from fastrl.config import (
     parse_config,
 )
 from tests.helpers.loss_cases import CASES, LossCase
-from tests.layers.losses.test_head_losses import make_head
+from tests.helpers.loss_heads import capped_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "grpo", "normalisation": "constant"}, "`length` must be given with"),
@@ -110,7 +110,7 @@ def test_refused_keep_sets(keep: dict[str, Any], message: str) -> None:
 
 
 def test_a_phase_has_no_loss_that_its_head_refuses() -> None:
-    head = make_head({"plain": {"type": "cross_entropy"}}, keep={"top_k": 3})
+    head = capped_head({"plain": {"type": "cross_entropy"}}, keep={"top_k": 3})
     smooth = CrossEntropyLossConfig.model_validate(SMOOTH)
     with pytest.raises(ValueError, match="`keep` must not be given with `label_smoothing`"):
         head.set_losses({"smooth": smooth})

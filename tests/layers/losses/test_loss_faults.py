@@ -16,6 +16,7 @@ from fastrl.data.advantages import without_zero_groups
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
 from fastrl.layers.losses.kl import kl_estimate, kl_term
 from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics, widen
+from tests.helpers.loss_heads import capped_head
 
 
 def loss_of(**config: Any) -> LanguageModelPolicyGradientLoss[Any]:
@@ -277,9 +278,7 @@ def test_f1_an_impossible_entry_does_not_spoil_the_bonus() -> None:
 
 
 def test_t4_the_bonus_is_that_of_the_sampled_distribution() -> None:
-    from tests.layers.losses.test_head_losses import make_head
-
-    head = make_head({"policy": {"type": "reinforce", "entropy": {"bonus": 1.0}}}, softcap=None)
+    head = capped_head({"policy": {"type": "reinforce", "entropy": {"bonus": 1.0}}}, softcap=None)
     with torch.no_grad():
         head.weight.zero_()
         assert head.bias is not None

@@ -17,7 +17,7 @@ from tests.helpers.loss_cases import (
     policy_documents,
     random_statistics,
 )
-from tests.layers.losses.test_head_losses import make_head, make_hidden
+from tests.helpers.loss_heads import capped_head, random_hidden
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def test_parts_are_put_together_by_name() -> None:
 
 
 def test_without_metrics_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head({"policy": {"type": "grpo"}}, metrics=False)
+    head = capped_head({"policy": {"type": "grpo"}}, metrics=False)
 
     def never(*_: object) -> None:
         raise AssertionError("metrics were computed")
@@ -136,4 +136,4 @@ def test_without_metrics_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("metrics", "with_metrics"):
         monkeypatch.setattr(type(head.losses["policy"]), name, never)
     batch = pack(policy_documents())
-    assert head(make_hidden(batch), batch).metrics == {}
+    assert head(random_hidden(batch), batch).metrics == {}
