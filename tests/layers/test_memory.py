@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig
+from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig, kernels
+from fastrl.functional.head.distillation import Teacher
 from tests.helpers.batches import pack
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 96, 32, 640
@@ -38,6 +40,27 @@ class Recorder(TorchDispatchMode):
     def rows_of_logits(self) -> int:
         """Rows of the tallest tensor that has the vocabulary as its last dimension."""
         return max(shape[0] for shape in self.shapes if shape[1:] == (VOCAB_SIZE,))
+
+
+class LogitBytes(TorchDispatchMode):
+    """Counts the bytes of whole rows that are alive at a time, but for views of some others."""
+
+    def __init__(self, *others: Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.others = {other.untyped_storage().data_ptr() for other in others}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.shape[1:] == (VOCAB_SIZE,):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in self.others:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.alive.values()))
+        return result
 
 
 def make(loss: str, **options: object) -> tuple[LanguageModelHead, Tensor, Any]:
@@ -99,3 +122,38 @@ def test_u2_the_chunk_size_bounds_every_pass(chunk_size: int, strategy: str) -> 
     with Recorder(head.weight) as recorder, torch.no_grad():
         head(hidden, batch)
     assert 0 < recorder.rows_of_logits() <= chunk_size
+
+
+OF_WHOLE_ROWS: dict[str, dict[str, Any]] = {
+    "keep_top_k": {"keep": {"top_k": 4}},
+    "keep_all": {"keep": {"top_k": 9, "top_p": 0.8, "min_p": 0.05}},
+    "keep_recorded": {"keep": {"recorded": True}},
+    "smoothed": {"losses": {"a": {"type": "cross_entropy", "label_smoothing": 0.1}}},
+    "forward_kl": {"losses": {"a": {"type": "distillation"}}},
+    "jensen_shannon": {
+        "losses": {"a": {"type": "distillation", "divergence": "jensen_shannon", "beta": 0.3}}
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("name", OF_WHOLE_ROWS)
+def test_functions_of_whole_rows_keep_to_the_bound(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is of the size of the logits counts: the kept columns, the teacher's, autograd's."""
+    monkeypatch.setattr(kernels, "run_on_cpu", True)
+    most = 32 * 4 * VOCAB_SIZE
+    peaks = []
+    for bound in ({"max_logits_bytes": most}, {}):
+        head, hidden, batch = make("grpo", **OF_WHOLE_ROWS[name] | bound)
+        head, hidden = head.to(device), hidden.detach().to(device).requires_grad_()
+        batch = batch.replace(kept_tokens=torch.randint(VOCAB_SIZE, (NUM_TOKENS, 6))).to(device)
+        weight = torch.randn(VOCAB_SIZE, 16, device=device)
+        teacher = Teacher(torch.randn(NUM_TOKENS, 16, device=device), weight)
+        is_distilled = any("divergence" in loss.needs for loss in head.losses.values())
+        with LogitBytes(head.weight, weight) as logits:
+            output = head(hidden, batch, teacher=teacher if is_distilled else None)
+            output.loss.backward()
+        peaks.append(logits.peak)
+    assert 0 < peaks[0] <= most < peaks[1]

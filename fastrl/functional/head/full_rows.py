@@ -90,7 +90,7 @@ class LogitRows:
 RowFunction = Callable[[LogitRows], Tensor]
 
 # Logit-sized tensors that may exist at a time for one chunk, its gradient and autograd's memory.
-_TENSORS_PER_CHUNK = 8
+_TENSORS_PER_CHUNK = 16
 
 
 def full_rows(
@@ -165,6 +165,7 @@ class _FullRows(torch.autograd.Function):
                 add_matmul_(grad_weight, grad.t(), hidden[rows].to(dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del products, outputs, grad  # before those of the next chunk are allocated
         return (
             None if grad_hidden is None else grad_hidden.finish(),
             finish_weight_gradient(grad_weight, weight.dtype, call.groups),
