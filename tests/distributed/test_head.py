@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastrl.functional.head.sharding import finish_weight_gradient
+from fastrl.functional.head.call import CallOptions
+from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.sharding import finish_weight_gradient, rows_with_gradient
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
 from tests.helpers.head_runs import FEW_RUNS, LOSSES, RUNS, assert_same_result, runs_on
 from tests.helpers.layouts import EIGHT_RANKS, FOUR_RANKS, TWO_RANKS, Ranks
@@ -100,6 +103,23 @@ def sum_over_ranks(part: float) -> list[float]:
 def test_the_gradient_of_a_replicated_weight_is_rounded_once(ranks: RankPool) -> None:
     """In bf16 256 + 1 is 256, and so is adding 1 again."""
     assert ranks(sum_over_ranks, 4, 1.0) == [[260.0] * 16] * 4  # 259, a tie
+
+
+def active_rows_on_rank() -> list[int]:
+    """The rows whose gradient is not 0, where that of row 2 is 0 on rank 0 and hardly more on 1."""
+    groups = Ranks(1, 1, 2).groups()
+    call = check_inputs(
+        torch.zeros(5, 1), torch.zeros(1, 1), torch.zeros(5, dtype=torch.int64), bias=None,
+        transform=LogitTransform(), vocab_size=None, weight_rows=None,
+        groups=ParallelGroups(tp=groups.tp), rows=None,
+        options=CallOptions(False, None, 1, drop_inactive_rows=True),
+    )  # fmt: skip
+    grad = torch.tensor([0.5, 0.0, 1e-45 * dist.get_rank(), 0.0, -0.5])
+    return rows_with_gradient(call, call.rows, grad, None).tolist()
+
+
+def test_ranks_of_a_vocabulary_drop_the_same_rows(ranks: RankPool) -> None:
+    assert ranks(active_rows_on_rank, 2) == [[0, 2, 4]] * 2
 
 
 @pytest.mark.parametrize("case_name", list(CASES))
