@@ -176,10 +176,8 @@ def test_a_part_with_a_far_lower_reference_can_hold_the_larger_logits() -> None:
     expected = finished(truth).logsumexp
     assert expected.item() == pytest.approx(math.log(2.0**126 + 2.0**120))
     torch.testing.assert_close(finished(running).logsumexp, expected.float(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(running[SUM_SHIFTED], truth[SUM_SHIFTED].float())
-    rounded = merge_running_statistics(torch.cat([parts, parts.new_full((2, 1, 1), -torch.inf)], 1))
-    torch.testing.assert_close(rounded[SUM_EXP], truth[SUM_EXP].float())
-    torch.testing.assert_close(rounded[SUM_SHIFTED], truth[SUM_SHIFTED].float())
+    for row in (SUM_EXP, SUM_SHIFTED):
+        torch.testing.assert_close(running[row], truth[row].float(), rtol=1e-5, atol=0)
 
 
 def finish_by_hand(
