@@ -25,9 +25,9 @@ class ConfigError(UserError):
 class Config(BaseModel):
     """Base of all configs: frozen, unknown keys refused, a docstring under each field.
 
-    A numeric string is accepted for a float field as exactly that number, since YAML 1.1 reads
-    `2e-5` as text. A boolean is refused wherever the field does not declare one, as Python would
-    take `true` for 1. Infinity and NaN are refused; a bound that is off is `None`.
+    A number as text (quoted in YAML, or a string in Python) is accepted for a number's field as
+    exactly that number. A boolean is refused wherever the field does not declare one, as Python
+    would take `true` for 1. Infinity and NaN are refused; a bound that is off is `None`.
     """
 
     model_config = ConfigDict(
