@@ -20,6 +20,9 @@ from fastrl.config.policy_losses import (
     VESPOLossConfig,
 )
 
+# Most bytes of logits that exist at a time, where nothing else is asked for: 2.25 GiB.
+DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28
+
 
 class CrossEntropyLossConfig(LossConfig):
     """Cross-entropy of the labels: supervised training."""
@@ -175,7 +178,7 @@ class HeadOptions(Config):
     """Most rows of logits that may exist at a time; bounded by `max_logits_bytes` alone by
     default."""
 
-    max_logits_bytes: int = Field(default=9 * 2**28, gt=0)
+    max_logits_bytes: int = Field(default=DEFAULT_MAX_LOGITS_BYTES, gt=0)
     """Most bytes of logits that may exist at a time. `single_pass` in several chunks takes half of
     it, since it also keeps a sum of the weight's gradient in fp32."""
 

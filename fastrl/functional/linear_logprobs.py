@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
-
-DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28  # 2.25 GiB
 
 
 def linear_logprobs(

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.tiling import chunk_rows
-from fastrl.functional.linear_logprobs import DEFAULT_MAX_LOGITS_BYTES
 
 V = 128256
 MOST = DEFAULT_MAX_LOGITS_BYTES // (2 * V)
