@@ -22,6 +22,8 @@ from fastrl.config.policy_losses import (
 
 # Most bytes of logits that exist at a time, where nothing else is asked for: 2.25 GiB.
 DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28
+# Standard deviation of a new head's weight, and of a new model's.
+DEFAULT_INITIALIZER_RANGE = 0.02
 
 
 class CrossEntropyLossConfig(LossConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fastrl.config.base import Config
-from fastrl.config.losses import HeadOptions
+from fastrl.config.losses import DEFAULT_INITIALIZER_RANGE, HeadOptions
 
 
 class DefaultRopeConfig(Config):
@@ -118,7 +118,7 @@ class LlamaConfig(Config):
     tie_word_embeddings: bool = False
     """Whether the head's weight is the embedding's, one parameter."""
 
-    initializer_range: float = Field(default=0.02, ge=0)
+    initializer_range: float = Field(default=DEFAULT_INITIALIZER_RANGE, ge=0)
     """Standard deviation of the normal distribution that weights start from."""
 
     attention_implementation: Literal["auto", "per_document", "flex"] = "auto"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 
 from fastrl.config.losses import (
+    DEFAULT_INITIALIZER_RANGE,
     AnyLossConfig,
     DistillationLossConfig,
     KeepSetConfig,
@@ -175,8 +176,8 @@ class LanguageModelHead(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draws the weight from N(0, 0.02^2) and zeroes the bias."""
-        nn.init.normal_(self.weight, std=0.02)
+        """Draws the weight from N(0, DEFAULT_INITIALIZER_RANGE^2) and zeroes the bias."""
+        nn.init.normal_(self.weight, std=DEFAULT_INITIALIZER_RANGE)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -13,6 +13,8 @@ from fastrl import (
     Document,
     LanguageModelHead,
     LanguageModelHeadConfig,
+    Llama,
+    LlamaConfig,
     TokenBatch,
 )
 from fastrl.config import GRPOLossConfig
@@ -306,3 +308,12 @@ def test_autocast_leaves_a_pass_in_fp32() -> None:
         cast = gradients(head(hidden, batch).loss, head, hidden)
     for actual, expected in zip(cast, exact, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_a_new_head_starts_like_a_new_model() -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 1000}
+    config = LanguageModelHeadConfig.model_validate(sizes | {"bias": True})
+    llama = Llama(LlamaConfig.model_validate(sizes | {"num_hidden_layers": 1}))
+    for head in (LanguageModelHead(config), llama.lm_head):
+        assert head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+        assert head.bias is None or not head.bias.any()
