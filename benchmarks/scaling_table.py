@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.table import markdown
 from fastrl.config import LlamaConfig
 from fastrl.config.training import ParallelConfig
-from fastrl.training.estimate import Shapes, Weights, collectives, memory
+from fastrl.estimate import Shapes, Weights, collectives, memory
 
 GIB = 2**30
 # Bytes a second and rank: inside of a host of eight GPUs, and between hosts.

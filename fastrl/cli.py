@@ -90,10 +90,16 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 
 def _estimate(arguments: argparse.Namespace) -> int:
-    from fastrl.config import RunConfig, load_config
-    from fastrl.training.estimate import estimate_run
+    from fastrl.config import LlamaConfig, RunConfig, load_config
+    from fastrl.estimate import estimate_run
 
     config = load_config(RunConfig, arguments.config, arguments.overrides)
+    if isinstance(config.model, LlamaConfig) and config.model.vocab_size is None:
+        from fastrl.training.tokenizer import build_tokenizer
+
+        vocab_size = build_tokenizer(config.tokenizer).vocab_size
+        model = config.model.model_copy(update={"vocab_size": vocab_size})
+        config = config.model_copy(update={"model": model})
     print(estimate_run(config, arguments.tokens))
     return 0
 

@@ -371,19 +371,14 @@ def estimate_run(config: RunConfig, tokens: int | None = None) -> str:
     """The report for a run's config.
 
     Args:
-        config: of the run.
+        config: of the run; a model that it describes has its `vocab_size`.
         tokens: of a packed sequence. Default: the largest `max_tokens_per_micro_batch`.
 
     Raises:
-        UserError: the folder of a pretrained model, or the tokenizer's file, cannot be read.
+        UserError: the folder of a pretrained model cannot be read.
     """
     if isinstance(config.model, LlamaConfig):
         model = config.model
-        if model.vocab_size is None:
-            from fastrl.training.tokenizer import build_tokenizer
-
-            vocab_size = build_tokenizer(config.tokenizer).vocab_size
-            model = model.model_copy(update={"vocab_size": vocab_size})
     else:
         from fastrl.models.checkpoint import read_llama_config
 
