@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.config.losses import HeadOptions, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
@@ -138,6 +138,24 @@ def head_splits_tokens(groups: ParallelGroups) -> bool:
     return groups.sp is not None and groups.tp is None
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """What the choice of a strategy knows of a batch: the same on all ranks of a collective.
+
+    Attributes:
+        num_tokens: of the batch.
+        num_active: rows that carry gradient.
+        document_ends: cumulative number of them at the end of each document; None where documents
+            are not known, and chunks may end at any row.
+        is_cut: documents are split over ranks or micro-sequences.
+    """
+
+    num_tokens: int
+    num_active: int
+    document_ends: tuple[int, ...] | None
+    is_cut: bool
+
+
 def single_pass_chunks(
     config: LanguageModelHeadConfig,
     groups: ParallelGroups,
@@ -147,40 +165,64 @@ def single_pass_chunks(
     dtype: torch.dtype,
     itemsize: int,
 ) -> list[int] | None:
+    """`chunk_ends` of a batch under process groups."""
+    columns = vocab_shard(weight_rows(config), 0, group_size(groups.tp))[1]
+    is_cut = groups.sdp is not None or head_splits_tokens(groups) or not batch.whole_documents
+    facts = HeadRows(batch.num_tokens, len(rows), rows.document_ends, is_cut)
+    return chunk_ends(config, losses, facts, columns, dtype, itemsize)
+
+
+def chunk_ends(
+    config: HeadOptions,
+    losses: Losses,
+    rows: HeadRows,
+    columns: int,
+    dtype: torch.dtype,
+    itemsize: int,
+) -> list[int] | None:
     """Ends of the chunks of `single_pass`, or None for `recompute`.
 
-    Decided by facts that all ranks share which take part in the head's collectives. A chunk's
-    logits take `itemsize` bytes an element, hidden states and weight are of `dtype`.
+    Decided by facts that all ranks share which take part in the head's collectives.
+
+    Args:
+        config: the bounds and the strategy that is asked for.
+        losses: that see the same logits.
+        rows: of the batch.
+        columns: most rows of the weight on a rank.
+        dtype: of hidden states and weight.
+        itemsize: bytes of an element of a chunk's logits.
+
+    Raises:
+        ValueError: `single_pass` is asked for and not possible.
     """
     if config.strategy == "recompute":
         return None
-    columns = vocab_shard(weight_rows(config), 0, group_size(groups.tp))[1]
     bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
     scopes = {loss.scope for loss in losses.values()}
     needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
-    chunk_ends: list[int] | None = None
+    ends: list[int] | None = None
     reason = None
     if config.keep is not None or needs & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
     elif scopes & {"group", "batch"}:
         reason = "pairs and entropy quantiles need tokens outside of a chunk"
     elif "document" not in scopes:
-        chunk_ends = chunk_rows(len(rows), *bounds)
-    elif groups.sdp is not None or head_splits_tokens(groups) or not batch.whole_documents:
+        ends = chunk_rows(rows.num_active, *bounds)
+    elif rows.is_cut:
         reason = "documents are split over ranks or micro-sequences"
     else:
-        chunk_ends = chunk_rows(len(rows), *bounds, rows.document_ends)
+        ends = chunk_rows(rows.num_active, *bounds, rows.document_ends)
         reason = "a document has more rows than `chunk_size` or `max_logits_bytes` admit"
-    if chunk_ends is None and config.strategy == "single_pass":
+    if ends is None and config.strategy == "single_pass":
         raise ValueError(
             f"`strategy: single_pass` must have all that a loss needs in a chunk for the losses"
             f" {list(losses)}, but {reason}; use `strategy: auto` or `recompute`."
         )
-    has_few_rows = single_pass_rows(*bounds) < min(batch.num_tokens, SINGLE_PASS_MIN_ROWS)
+    has_few_rows = single_pass_rows(*bounds) < min(rows.num_tokens, SINGLE_PASS_MIN_ROWS)
     # `single_pass` rounds dz before a loss scale is known, and in fp16 small gradients underflow.
     if config.strategy == "auto" and (has_few_rows or dtype == torch.float16):
         return None
-    return chunk_ends
+    return ends
 
 
 def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastrl.training.estimate import Shapes, Weights, collectives
 from torch.distributed.tensor import DTensor
 
 from benchmarks.scaling_table import table
@@ -18,14 +17,10 @@ from fastrl.estimate import Shapes, Weights, collectives
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import parallelize_llama, reduce_gradients
-from tests.distributed.collectives import CollectiveRecord
-from tests.distributed.layouts import Ranks
-from tests.distributed.ranks import RankPool, rank_mesh
 from tests.helpers.collectives import CollectiveRecord
 from tests.helpers.layouts import Ranks
 from tests.helpers.ranks import RankPool, rank_mesh
 from tests.helpers.runs import write_tiny
-from tests.training.runs import write_tiny
 
 TOKENS = 64
 MODEL = {

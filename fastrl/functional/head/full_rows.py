@@ -90,7 +90,7 @@ class LogitRows:
 RowFunction = Callable[[LogitRows], Tensor]
 
 # Logit-sized tensors that may exist at a time for one chunk, its gradient and autograd's memory.
-_TENSORS_PER_CHUNK = 16
+TENSORS_PER_CHUNK = 16
 
 
 def full_rows(
@@ -183,7 +183,7 @@ def _logit_rows(products: Tensor, call: HeadCall, rows: Tensor) -> LogitRows:
 def _chunks(call: HeadCall, rows: Tensor) -> list[slice]:
     """Even chunks of rows; of as many rows on every rank that shares the vocabulary."""
     columns = -(-call.vocab_size // group_size(call.groups.tp))
-    itemsize = call.dtype.itemsize * _TENSORS_PER_CHUNK
+    itemsize = call.dtype.itemsize * TENSORS_PER_CHUNK
     most = max(call.options.max_logits_bytes // (itemsize * columns), 1)
     if call.options.chunk_size is not None:
         most = min(most, call.options.chunk_size)
