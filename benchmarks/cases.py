@@ -136,24 +136,29 @@ def _split(total: int, parts: int) -> list[int]:
     return even
 
 
-def make_case(shape: Shape, device: str, seed: int = 0) -> Case:
-    """Random tensors: near-uniform distributions, or peaked ones like those of a trained model."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    host = torch.Generator().manual_seed(seed)
+def make_batch(shape: Shape, seed: int = 0) -> BatchKwargs:
+    """Equally long documents with as many labels and advantages as the shape says, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
     prompts, has_advantage = _prompt_lengths(shape)
     documents = [
         Document(
             tokens=torch.randint(
-                shape.vocab_size, (shape.document_length,), generator=host
+                shape.vocab_size, (shape.document_length,), generator=generator
             ).tolist(),
             prompt_length=prompt,
             logprobs=[0.0] * (shape.document_length - prompt),
-            advantage=float(torch.randn((), generator=host)) if active else 0.0,
+            advantage=float(torch.randn((), generator=generator)) if active else 0.0,
         )
         for prompt, active in zip(prompts, has_advantage, strict=True)
     ]
     (batch,) = TokenBatch.from_documents(documents).to_kwargs()
-    batch = batch.to(device)
+    return batch
+
+
+def make_case(shape: Shape, device: str, seed: int = 0) -> Case:
+    """Random tensors: near-uniform distributions, or peaked ones like those of a trained model."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    batch = make_batch(shape, seed).to(device)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device)

@@ -5,12 +5,17 @@ python -m benchmarks.scaling_table
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.table import markdown
 from fastrl.config import LlamaConfig
+from fastrl.config.losses import GRPOLossConfig
 from fastrl.config.training import ParallelConfig
-from fastrl.estimate import Shapes, Weights, collectives, memory
+from fastrl.estimate.collectives import collectives
+from fastrl.estimate.head import head_ops
+from fastrl.estimate.memory import GATHERED, GRADIENTS, PARAMETERS, PENDING, STATES, Step, peak
+from fastrl.estimate.sizes import Shapes, Weights
 
 GIB = 2**30
 # Bytes a second and rank: inside of a host of eight GPUs, and between hosts.
@@ -60,6 +65,7 @@ def table() -> str:
         "activations",
         "head",
         "total GiB",
+        "peak in the",
         "sent: tensor",
         "seq",
         "weights GiB",
@@ -83,12 +89,21 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> list[str]:
         compute_dtype="bfloat16",
     )
     shapes = Shapes.of(parallel, tokens, "float32")
-    parts = [item.num_bytes / GIB for item in memory(model, parallel, shapes)]
-    states, gathered, head = sum(parts[:3]), sum(parts[3:5]), parts[-1]
-    total = sum(parts)
+    losses = {"policy": GRPOLossConfig()}
+    step = Step(model, parallel, shapes, losses)
+    moment, items = peak(step)
+
+    def part(choose: Callable[[str], bool]) -> float:
+        return sum(item.num_bytes for item in items if choose(item.name)) / GIB
+
+    states = part(lambda name: name in (PARAMETERS, GRADIENTS, STATES))
+    gathered = part(lambda name: name in (GATHERED, PENDING))
+    head = part(lambda name: name.startswith("head"))
+    total = part(lambda name: True)
     sent = dict.fromkeys(("tensor", "sequence_data", "weights"), 0.0)
     seconds = 0.0
-    for call in collectives(model, parallel, shapes):
+    is_single_pass = head_ops(model.head, losses, step.head_shape)[0].is_single_pass
+    for call in collectives(model, parallel, shapes, is_single_pass=is_single_pass):
         axis = call.axis if call.axis in sent else "weights"
         sent[axis] += call.sent_bytes / GIB
         span = {"tensor": tensor, "sequence_data": sequence_data * tensor}
@@ -104,6 +119,7 @@ def row(name: str, tokens: int, sizes: tuple[int, int, int, int]) -> list[str]:
         f"{total - states - gathered - head:.1f}",
         f"{head:.1f}",
         f"**{total:.0f}**" if total > GPU_GIB else f"{total:.0f}",
+        moment,
         f"{sent['tensor']:.0f}",
         f"{sent['sequence_data']:.0f}",
         f"{sent['weights']:.0f}",

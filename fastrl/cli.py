@@ -91,7 +91,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 def _estimate(arguments: argparse.Namespace) -> int:
     from fastrl.config import LlamaConfig, RunConfig, load_config
-    from fastrl.estimate import estimate_run
+    from fastrl.estimate.report import estimate_run
 
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     if isinstance(config.model, LlamaConfig) and config.model.vocab_size is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.scaling_table import table
 from fastrl import BatchCounts, Document, LlamaConfig, TokenBatch
-from fastrl.cli import main
 from fastrl.config.training import ParallelConfig
-from fastrl.estimate import Shapes, Weights, collectives
+from fastrl.estimate.collectives import collectives
+from fastrl.estimate.sizes import Shapes, Weights
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import parallelize_llama, reduce_gradients
@@ -23,7 +24,7 @@ from tests.helpers.ranks import RankPool, rank_mesh
 from tests.helpers.runs import write_tiny
 
 TOKENS = 64
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -42,6 +43,8 @@ CASES = {
     "fsdp2_ms4": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 4},
     "tied_fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
     "fsdp2_stp2": {"data": 2, "tensor": 2, "sequence_parallel": True, "fully_sharded": True},
+    "single_pass_tp2": {"tensor": 2},
+    "single_pass_stp2": {"tensor": 2, "sequence_parallel": True},
 }
 
 
@@ -83,14 +86,17 @@ def record(config: ParallelConfig, model: LlamaConfig) -> tuple[int, dict[tuple[
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) -> None:
     config = ParallelConfig.model_validate(CASES[name])
-    model = LlamaConfig.model_validate(MODEL | {"tie_word_embeddings": name.startswith("tied")})
+    is_single_pass = name.startswith("single_pass")
+    head = MODEL["head"] | {"strategy": "single_pass" if is_single_pass else "recompute"}
+    changes = {"tie_word_embeddings": name.startswith("tied"), "head": head}
+    model = LlamaConfig.model_validate(MODEL | changes)
     layout = Ranks(config.data, config.sequence_data, config.tensor)
     num_parameters, sent = ranks(record, layout.world_size, config, model)[0]
     shapes = Shapes.of(config, TOKENS, "float32")
     weights = Weights.of(model, config.tensor)
     assert num_parameters == pytest.approx(weights.total / shapes.shards, rel=0.02)
     expected: Counter[tuple[str, str]] = Counter()
-    for call in collectives(model, config, shapes):
+    for call in collectives(model, config, shapes, is_single_pass=is_single_pass):
         axis = "tensor" if call.axis == "tensor" else "others"
         expected[axis, call.name] += call.num_bytes * call.count
     assert sent.keys() == expected.keys()
@@ -106,15 +112,6 @@ def test_the_model_has_as_many_parameters() -> None:
         with torch.device("meta"):
             llama = Llama(model)
         assert Weights.of(model, 1).total == sum(p.numel() for p in llama.parameters())
-
-
-def test_the_command_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(write_tiny(tmp_path))
-    assert main(["estimate", config, "--tokens", "4096", "parallel.sequence_data=2"]) == 0
-    text = capsys.readouterr().out
-    assert "4,096 tokens a packed sequence, over 2 rank(s)" in text
-    assert "optimizer states (AdamW)" in text
-    assert "sequence_data: all_gather of keys and values" in text
 
 
 def test_the_table_of_the_docs_is_what_the_formulas_say() -> None:

@@ -1,0 +1,1 @@
+"""What a run needs on each rank: memory, and the bytes of every collective. Arithmetic only."""

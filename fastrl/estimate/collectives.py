@@ -1,0 +1,189 @@
+"""The collectives of vocabulary, token or parameter size, and the bytes that each rank sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastrl.config.model import LlamaConfig
+from fastrl.config.training import ParallelConfig
+from fastrl.estimate.sizes import Shapes, Weights
+
+# Of the running statistics of a row, in fp32.
+_STATISTICS_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a micro-batch.
+
+    Attributes:
+        axis: of the mesh.
+        name: all_gather, reduce_scatter or all_reduce.
+        what: is sent.
+        group_size: ranks that take part.
+        num_bytes: of the whole tensor: the result of an all-gather, the input of the others.
+        count: calls of it in a micro-batch, forward and backward.
+        per_update: once an update, after its micro-batches, instead.
+    """
+
+    axis: str
+    name: str
+    what: str
+    group_size: int
+    num_bytes: int
+    count: int
+    per_update: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank sends in all calls, by the ring algorithm."""
+        rounds = 2 if self.name == "all_reduce" else 1
+        return rounds * self.count * self.num_bytes * (self.group_size - 1) // self.group_size
+
+
+def collectives(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes, *, is_single_pass: bool
+) -> Iterator[Collective]:
+    """Every collective of vocabulary, token or parameter size in a micro-batch.
+
+    Args:
+        model: the architecture.
+        parallel: sizes of the axes.
+        shapes: of one rank.
+        is_single_pass: the head's strategy.
+    """
+    if parallel.tensor > 1:
+        yield from _tensor_collectives(model, parallel, shapes)
+        yield from _head_collectives(model, parallel, shapes, is_single_pass)
+    if parallel.sequence_data > 1:
+        yield from _sequence_collectives(model, parallel, shapes)
+    yield from _parameter_collectives(model, parallel, shapes)
+
+
+def _passes(model: LlamaConfig, parallel: ParallelConfig) -> tuple[int, int]:
+    """Forward passes of a layer that sends anything, and backward passes, in a micro-batch."""
+    pieces = parallel.micro_sequences
+    forward = pieces * (2 if pieces > 1 else 1)
+    recomputed = pieces if model.activation_checkpointing else 0
+    return forward + recomputed, pieces
+
+
+def _tensor_collectives(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
+) -> Iterator[Collective]:
+    forward, backward = _passes(model, parallel)
+    pieces = forward - (backward if model.activation_checkpointing else 0)
+    layers, size = model.num_hidden_layers, parallel.tensor
+    states = shapes.piece * model.hidden_size * shapes.compute
+    embedding_is_split = model.head.vocabulary_parallel or not model.tie_word_embeddings
+
+    def call(name: str, what: str, num_bytes: int, count: int) -> Collective:
+        return Collective("tensor", name, what, size, num_bytes, count)
+
+    if parallel.sequence_parallel:
+        # Into attention and MLP gathered, out of them summed to slices; backward the other way.
+        yield call("all_gather", "hidden states", states, 2 * layers * forward)
+        yield call("reduce_scatter", "hidden states", states, 2 * layers * forward)
+        yield call("reduce_scatter", "gradients of hidden states", states, 2 * layers * backward)
+        yield call("all_gather", "gradients of hidden states", states, 2 * layers * backward)
+        if embedding_is_split:
+            yield call("reduce_scatter", "embeddings", states, pieces)
+        yield call("all_gather", "gradients of embeddings", states, backward)
+    else:
+        yield call("all_reduce", "hidden states", states, 2 * layers * forward)
+        yield call("all_reduce", "gradients of hidden states", states, 2 * layers * backward)
+        if embedding_is_split:
+            yield call("all_reduce", "embeddings", states, pieces)
+    if parallel.sequence_parallel:
+        # Of two norms a layer and the final one, each rank's from its tokens.
+        at_end, count = not parallel.fully_sharded, 2 * layers + 1
+        norms = model.hidden_size * (shapes.stored if at_end else shapes.compute)
+        yield Collective(
+            "tensor",
+            "all_reduce",
+            "gradients of norms",
+            size,
+            norms,
+            count if at_end else count * backward,
+            per_update=at_end,
+        )
+
+
+def _head_collectives(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes, is_single_pass: bool
+) -> Iterator[Collective]:
+    """Of the head, once for all pieces, with a label and a gradient at every token.
+
+    Those of `single_pass` go chunk by chunk, with as many bytes in all.
+    """
+    size, rows = parallel.tensor, shapes.local
+    states = rows * model.hidden_size
+    wide = max(shapes.compute, 4)  # sums over the vocabulary are not rounded before they are added
+    if not model.head.vocabulary_parallel:
+        if parallel.sequence_parallel:
+            vocabulary = model.padded_vocab_size or model.vocab_size
+            assert vocabulary is not None
+            num_bytes = vocabulary * model.hidden_size * wide
+            yield Collective("tensor", "all_reduce", "head: dW", size, num_bytes, 1)
+        return
+    statistics = size * rows * _STATISTICS_BYTES * wide // 4
+    yield Collective("tensor", "all_gather", "head: row statistics", size, statistics, 1)
+    if parallel.sequence_parallel:
+        gathered = states * shapes.compute
+        gathers = 1 if is_single_pass else 2
+        yield Collective("tensor", "all_gather", "head: hidden states", size, gathered, gathers)
+        yield Collective("tensor", "reduce_scatter", "head: dh", size, states * wide, 1)
+    else:
+        yield Collective("tensor", "all_reduce", "head: dh", size, states * wide, 1)
+
+
+def _sequence_collectives(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
+) -> Iterator[Collective]:
+    """Keys and values; of piece i of n those of pieces 1 to i, (n + 1) / 2 pieces on average."""
+    forward, backward = _passes(model, parallel)
+    key_value = 2 * model.num_key_value_heads * model.head_dim // parallel.tensor
+    pieces = parallel.micro_sequences
+    num_bytes = shapes.piece * parallel.sequence_data * key_value * shapes.compute
+    num_bytes = num_bytes * (pieces + 1) // 2
+    layers, size = model.num_hidden_layers, parallel.sequence_data
+    what = "keys and values"
+    yield Collective("sequence_data", "all_gather", what, size, num_bytes, layers * forward)
+    what = "gradients of keys and values"
+    yield Collective("sequence_data", "reduce_scatter", what, size, num_bytes, layers * backward)
+
+
+def _parameter_collectives(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
+) -> Iterator[Collective]:
+    weights = Weights.of(model, parallel.tensor)
+    if not parallel.fully_sharded:
+        for axis in ("data", "sequence_data"):
+            num_bytes, size = weights.total * shapes.stored, getattr(parallel, axis)
+            if size > 1:
+                yield Collective(axis, "all_reduce", "gradients", size, num_bytes, 1, True)
+        return
+    size, axis = parallel.data * parallel.sequence_data, "data x sequence_data"
+    if size == 1:
+        return
+    forward, backward = _passes(model, parallel)
+
+    def call(name: str, what: str, num_bytes: int, count: int) -> Collective:
+        return Collective(axis, name, what, size, num_bytes, count)
+
+    # Recomputation within a backward finds the layer gathered.
+    gathers = forward - (backward if model.activation_checkpointing else 0) + backward
+    layers = weights.layer * weights.num_layers
+    yield call("all_gather", "layers", layers * shapes.compute, gathers)
+    yield call("all_gather", "embedding, head", weights.root * shapes.compute, 1)
+    reduced = max(shapes.stored, 4) if parallel.compute_dtype else shapes.stored
+    yield call("reduce_scatter", "gradients of layers", layers * reduced, backward)
+    head, rest = weights.head * reduced, (weights.embedding + weights.norm) * reduced
+    if backward == 1:
+        yield call("reduce_scatter", "gradients of embedding, head", head + rest, 1)
+        return
+    # The head is reduced after its own backward, the embedding after that of every piece.
+    head += weights.embedding * reduced * weights.is_tied
+    yield call("reduce_scatter", "gradients of head", head, 1)
+    yield call("reduce_scatter", "gradients of embedding", rest, backward)
