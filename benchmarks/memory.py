@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks.cases import SHAPES, make_batch
 from benchmarks.measure import environment
 from benchmarks.memory_cases import (
     HEADS,
@@ -33,7 +34,6 @@ from benchmarks.memory_cases import (
     step_batches,
     updates,
 )
-from benchmarks.problems import SHAPES, make_batch
 
 
 def measure_head(case: HeadCase) -> dict[str, Any]:

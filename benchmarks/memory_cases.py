@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.cases import SHAPES, Case
 from benchmarks.ours import GRPO, GSPO, make_head
-from benchmarks.problems import SHAPES, Problem
 from fastrl.config import LlamaConfig
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.config.phases import OptimizerConfig
@@ -37,7 +37,7 @@ WHOLE = ParallelConfig()
 
 @dataclass(frozen=True)
 class HeadCase:
-    """The head alone on a problem of `benchmarks.problems`."""
+    """The head alone on a case of `benchmarks.cases`."""
 
     shape: str
     strategy: str
@@ -172,8 +172,8 @@ def head_step(case: HeadCase, batch: BatchKwargs, device: str) -> Callable[[], o
     rows = batch.labelled_rows, batch.active_rows
     assert rows[0] is not None
     assert rows[1] is not None
-    problem = Problem(shape, hidden, weight, batch, rows[0].index, rows[1].index)
-    head = make_head(problem, case.strategy, case.loss, case.metrics)
+    case = Case(shape, hidden, weight, batch, rows[0].index, rows[1].index)
+    head = make_head(case, case.strategy, case.loss, case.metrics)
     head._parameters["weight"] = weight  # type: ignore[assignment]
     return lambda: torch.autograd.grad(head(hidden, batch).loss, (hidden, weight))
 

@@ -21,7 +21,6 @@ from fastrl.models.parallelize import parallelize_llama, reduce_gradients
 from tests.helpers.collectives import CollectiveRecord
 from tests.helpers.layouts import Ranks
 from tests.helpers.ranks import RankPool, rank_mesh
-from tests.helpers.runs import write_tiny
 
 TOKENS = 64
 MODEL: dict[str, Any] = {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.cases import SHAPES, make_batch
 from benchmarks.memory_cases import (
     STEPS,
     HeadCase,
@@ -25,12 +26,11 @@ from benchmarks.memory_cases import (
     updates,
 )
 from benchmarks.ours import GRPO, GSPO
-from benchmarks.problems import SHAPES, make_batch
 from benchmarks.table import RESULTS
 from fastrl.config.training import ParallelConfig
 from fastrl.estimate import memory
 from fastrl.estimate.head import total
-from tests.estimate.hopper import LiveBytes, fake_batch, hopper
+from tests.helpers.hopper_memory import LiveBytes, fake_batch, hopper
 
 # Of the allocations that Hopper's kernels make and the code does not show.
 UNSEEN = memory.WORKSPACE_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastrl.cli import main
-from tests.training.runs import write_tiny
+from tests.helpers.runs import write_tiny
 
 
 def printed(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> str:

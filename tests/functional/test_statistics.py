@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finish_statistics, merge_running_statistics
+from fastrl.functional.head.running import (
+    LABEL,
+    MAX,
+    SUM_EXP,
+    SUM_SHIFTED,
+    finish_statistics,
+    merge_running_statistics,
+)
 
 
 def test_a_part_with_a_far_lower_reference_can_hold_the_larger_logits() -> None:
