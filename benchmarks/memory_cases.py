@@ -172,8 +172,8 @@ def head_step(case: HeadCase, batch: BatchKwargs, device: str) -> Callable[[], o
     rows = batch.labelled_rows, batch.active_rows
     assert rows[0] is not None
     assert rows[1] is not None
-    case = Case(shape, hidden, weight, batch, rows[0].index, rows[1].index)
-    head = make_head(case, case.strategy, case.loss, case.metrics)
+    operands = Case(shape, hidden, weight, batch, rows[0].index, rows[1].index)
+    head = make_head(operands, case.strategy, case.loss, case.metrics)
     head._parameters["weight"] = weight  # type: ignore[assignment]
     return lambda: torch.autograd.grad(head(hidden, batch).loss, (hidden, weight))
 

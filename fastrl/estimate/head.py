@@ -12,7 +12,7 @@ import torch
 from fastrl.config.losses import AnyLossConfig, HeadOptions
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.full_rows import TENSORS_PER_CHUNK
-from fastrl.functional.head.tiling import ALIGNMENT, even_chunk, recompute_tiling, spans
+from fastrl.functional.head.tiling import BLOCK_COLUMNS, even_chunk, recompute_tiling, spans
 from fastrl.layers.head_plan import HeadRows, chunk_ends
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
@@ -171,7 +171,7 @@ def _single_pass(names: str, ends: Sequence[int], itemsize: int, shape: HeadShap
     # Products of a chunk wait for the next one where they are sent to other ranks.
     num_products = 2 if is_summed and shape.shares_vocabulary else 1
     rows = most * shape.hidden_size * (shape.narrow + num_products * shape.wide)
-    partial = 12 * -(-shape.columns // ALIGNMENT) * most if shape.is_fused else 0
+    partial = 12 * -(-shape.columns // BLOCK_COLUMNS) * most if shape.is_fused else 0
     vectors = Memory(_VECTORS, _ROW_BYTES * shape.tokens)
     chunk = [
         *shape.gathered(),
@@ -205,7 +205,7 @@ def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
     vectors = Memory(_VECTORS, _ROW_BYTES * shape.tokens)
     rows = Memory(_ROWS, shape.labelled * size * narrow)
     if shape.is_fused:
-        tiles = -(-shape.columns // ALIGNMENT)
+        tiles = -(-shape.columns // BLOCK_COLUMNS)
         work = Memory(_PARTIAL, min(12 * tiles * shape.labelled, _MAX_PARTIAL_BYTES))
     else:
         tiling = recompute_tiling(shape.labelled, shape.columns, wide, *bounds)
