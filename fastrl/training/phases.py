@@ -29,8 +29,14 @@ from fastrl.training.context import RunContext
 from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
 from fastrl.training.order import seeded
 from fastrl.training.processes import frozen_copy, full_state, load_full_weights
-from fastrl.training.rollout_sources import Sample, SampledRollouts, required_logprobs, split_groups
-from fastrl.training.sources import build_source, phase_seed
+from fastrl.training.rollout_sources import (
+    RolloutSource,
+    Sample,
+    SampledRollouts,
+    phase_seed,
+    required_logprobs,
+    split_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Phase:
         config: of the run.
         index: of the phase.
         context: model, environment and sampler; the head gets the losses of the phase.
+        source: of the phase's documents, from `build_sources`.
 
     Attributes:
         name: of the phase.
@@ -75,19 +82,18 @@ class Phase:
         source: of documents.
         optimizer: of the phase.
         reference: the frozen policy of a KL term, the model as the phase began; None without one.
-
-    Raises:
-        UserError: as `build_source`.
     """
 
-    def __init__(self, config: RunConfig, index: int, context: RunContext) -> None:
+    def __init__(
+        self, config: RunConfig, index: int, context: RunContext, source: RolloutSource
+    ) -> None:
         self.config = config.phases[index]
         self.name = config.phase_name(index)
         self.steps_done = 0
         self._context = context
         self._seed = phase_seed(config, index)
         losses = config.losses_of(self.config)
-        self.source = build_source(config, index, context)
+        self.source = source
         context.llama.lm_head.set_losses(losses)
         self.optimizer = build_optimizer(context.llama, self.config.optimizer)
         self.reference: Llama | None = None

@@ -1,21 +1,32 @@
-"""Where an RL phase gets its documents: the sampler on an environment, or rollout files."""
+"""Where phases get their documents: the environment's answers, the sampler, or rollout files.
+
+All are built and checked before the run begins, each once. The documents of later phases are thus
+in memory from the start; those of a rollout file that several phases read are there once.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
 from fastrl.config.base import UserError
 from fastrl.config.losses import AnyLossConfig
-from fastrl.config.phases import AdvantageConfig, FileRolloutsConfig, SamplerRolloutsConfig
+from fastrl.config.phases import (
+    AdvantageConfig,
+    FileRolloutsConfig,
+    SamplerRolloutsConfig,
+    SupervisedPhaseConfig,
+)
 from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
+from fastrl.config.training import RunConfig
 from fastrl.data.advantages import group_advantages, has_advantage, with_group_advantages
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import read_rollouts
+from fastrl.training.context import RunContext
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
@@ -61,6 +72,35 @@ class RolloutSource(Protocol):
     def next(self) -> Rollouts:
         """Returns the documents of the next step."""
         ...
+
+
+class SupervisedDocuments:
+    """Training prompts with the environment's answers, in random order.
+
+    Raises:
+        UserError: a problem has no answer, or holds a character that the tokenizer lacks.
+    """
+
+    def __init__(self, config: SupervisedPhaseConfig, context: RunContext, seed: str) -> None:
+        assert context.environment is not None
+        tokenizer = context.tokenizer
+        documents = []
+        for problem in context.environment.train:
+            if problem.answer is None:
+                raise UserError(
+                    "a supervised phase needs answers, but the environment gives none for "
+                    f"{problem.prompt!r}; leave the phase out"
+                )
+            prompt = tokenizer.encode(problem.prompt)
+            answer = [*tokenizer.encode(problem.answer), tokenizer.end_token]
+            documents.append(Document(tokens=prompt + answer, prompt_length=len(prompt)))
+        self._number = config.documents_per_step
+        self.items = ShuffledItems(documents, seed)
+        self.longest = max(len(document.tokens) for document in documents)
+
+    def next(self) -> Rollouts:
+        """The documents of the next step."""
+        return Rollouts(self.items.take(self._number), {}, [])
 
 
 class SampledRollouts:
@@ -140,6 +180,47 @@ class SampledRollouts:
         return _rollouts(documents, self._advantage, metrics, shown)
 
 
+class RolloutFiles:
+    """The documents of rollout files; a file is read and checked once for all phases of a run.
+
+    Args:
+        vocab_size: of the model; ids must be below it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._read: dict[Hashable, list[Document]] = {}
+
+    def documents(
+        self, path: str, require: tuple[str, ...], config: FileRolloutsConfig
+    ) -> list[Document]:
+        """The documents of a file, the same ones for the same requirements.
+
+        Args:
+            path: of the file.
+            require: fields that every document must have.
+            config: which columns make the reward and which are not read.
+
+        Raises:
+            UserError: a file that cannot be read or lacks something, an id outside of the
+                vocabulary.
+        """
+        key = (path, require, config.ignore, tuple(config.reward_columns.items()))
+        if key not in self._read:
+            self._read[key] = documents = []
+            for document in read_rollouts(
+                path, require=require, ignore=config.ignore, reward_columns=config.reward_columns
+            ):
+                documents.append(document)
+                largest = max(document.tokens)
+                if largest >= self._vocab_size:
+                    raise UserError(
+                        f"{path}, document {len(documents)}: `tokens` must be ids below the "
+                        f"vocabulary size {self._vocab_size}, got {largest}"
+                    )
+        return self._read[key]
+
+
 class FileRollouts:
     """Rollouts from files, whole groups in random order.
 
@@ -147,11 +228,11 @@ class FileRollouts:
         config: files and documents a step.
         advantage: from rewards to advantages, where a document has none of its own.
         losses: of the phase; they say which log-probabilities the files must have.
-        vocab_size: of the model; ids must be below it.
+        files: of the run.
         seed: of the order of groups.
 
     Raises:
-        UserError: a file that cannot be read or lacks something, an id outside of the vocabulary.
+        UserError: as `RolloutFiles.documents`; no documents, or a column that only some have.
     """
 
     def __init__(
@@ -159,27 +240,17 @@ class FileRollouts:
         config: FileRolloutsConfig,
         advantage: AdvantageConfig,
         losses: Sequence[AnyLossConfig],
-        vocab_size: int,
+        files: RolloutFiles,
         seed: str,
     ) -> None:
         self._config = config
         self._advantage = advantage
         groups: dict[object, list[Document]] = defaultdict(list)
         named: list[tuple[str, Document]] = []
+        require = ("advantage", *required_logprobs(losses))
         for path in config.paths:
-            documents = read_rollouts(
-                path,
-                require=("advantage", *required_logprobs(losses)),
-                ignore=config.ignore,
-                reward_columns=config.reward_columns,
-            )
+            documents = files.documents(path, require, config)
             for number, document in enumerate(documents, start=1):
-                largest = max(document.tokens)
-                if largest >= vocab_size:
-                    raise UserError(
-                        f"{path}, document {number}: `tokens` must be ids below the vocabulary "
-                        f"size {vocab_size}, got {largest}"
-                    )
                 named.append((f"{path}, document {number}", document))
                 # A document without a group is one of its own; groups do not reach over files.
                 group_id = number if document.group_id is None else document.group_id
@@ -279,3 +350,52 @@ def _rollouts(
     if config.zero_variance == "drop":
         labelled = [document for document in labelled if document.group_id in active]
     return Rollouts(labelled, metrics, samples)
+
+
+def build_sources(
+    config: RunConfig, context: RunContext, first: int = 0
+) -> dict[int, RolloutSource]:
+    """The sources of the phases from `first` on, by the number of the phase, all of them checked.
+
+    Raises:
+        UserError: rollout files that cannot be used, problems without what a phase needs, or
+            documents that can be longer than a micro-batch.
+    """
+    vocab_size = context.llama.config.vocab_size
+    assert vocab_size is not None
+    files = RolloutFiles(vocab_size)
+    sources = {}
+    for index in range(first, len(config.phases)):
+        sources[index] = source = _source(config, index, context, files)
+        most = config.phases[index].max_tokens_per_micro_batch
+        if source.longest > most:
+            raise UserError(
+                f"`phases.{index}.max_tokens_per_micro_batch` must be at least {source.longest}, "
+                f"the most tokens that a document of this phase can have, got {most}"
+            )
+    return sources
+
+
+def _source(
+    config: RunConfig, index: int, context: RunContext, files: RolloutFiles
+) -> RolloutSource:
+    phase, seed = config.phases[index], phase_seed(config, index)
+    if isinstance(phase, SupervisedPhaseConfig):
+        return SupervisedDocuments(phase, context, seed)
+    if isinstance(phase.rollouts, FileRolloutsConfig):
+        losses = list(config.losses_of(phase).values())
+        return FileRollouts(phase.rollouts, phase.advantage, losses, files, seed)
+    assert context.environment is not None
+    return SampledRollouts(
+        phase.rollouts,
+        phase.advantage,
+        context.environment,
+        context.tokenizer,
+        context.sampler,
+        seed,
+    )
+
+
+def phase_seed(config: RunConfig, index: int) -> str:
+    """What the random numbers of a phase follow from."""
+    return f"{config.seed}/phases/{index}"

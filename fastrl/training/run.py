@@ -27,7 +27,7 @@ from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_afte
 from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
-from fastrl.training.sources import build_source
+from fastrl.training.rollout_sources import RolloutSource, build_sources
 
 CONFIG_FILE = "config.yaml"
 
@@ -46,7 +46,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         resume: go on from the latest checkpoint of `run_dir`.
 
     Raises:
-        UserError: as `build_context`, `Phase` and `Trainer.run`; a folder that is in
+        UserError: as `build_context`, `build_sources` and `Trainer.run`; a folder that is in
             use, or not that of a run to resume.
         KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
     """
@@ -58,9 +58,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     context = build_context(config, checkpoint=checkpoint, distributed=True)
     is_main = context.processes.is_main
     state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint)
-    for later in range(state.phase + 1, len(config.phases)):
-        build_source(config, later, context)  # so that its errors come now
-    phase = Phase(config, state.phase, context)
+    sources = build_sources(config, context, first=state.phase)
+    phase = Phase(config, state.phase, context, sources.pop(state.phase))
     if state.optimizer is not None:
         phase.restore(state)
     writer: MetricsWriter | NoWriter = NoWriter()
@@ -75,7 +74,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     console = Console(quiet=not is_main)
     display = open_display(console)
     try:
-        trainer = Trainer(config, run_dir, context, phase, state, writer, display, started)
+        trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
         with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
             finished = trainer.run(stop)
     finally:
@@ -144,7 +143,8 @@ class Trainer:
         config: of the run.
         run_dir: folder of the run, which exists.
         context: model, environment and sampler.
-        phase: the phase to begin with, built already so that its errors come before the folder.
+        phase: the phase to begin with.
+        sources: of the documents of the phases that follow; each is given up to its phase.
         state: where to go on; at its phase, with the optimizer's state in `phase` already.
         writer: of the metrics.
         display: for the person in front of it.
@@ -160,6 +160,7 @@ class Trainer:
         run_dir: Path,
         context: RunContext,
         phase: Phase,
+        sources: dict[int, RolloutSource],
         state: TrainerState,
         writer: MetricsWriter | NoWriter,
         display: Display,
@@ -169,6 +170,7 @@ class Trainer:
         self._run_dir = run_dir
         self._context = context
         self._phase = phase
+        self._sources = sources
         self._writer = writer
         self._display = display
         self._started = started - state.seconds
@@ -198,8 +200,9 @@ class Trainer:
             if self.state.phase + 1 == len(self._config.phases):
                 break
             self._save()
-            self.state = replace(self.state, phase=self.state.phase + 1, phase_step=0)
-            self._phase = Phase(self._config, self.state.phase, self._context)
+            index = self.state.phase + 1
+            self.state = replace(self.state, phase=index, phase_step=0)
+            self._phase = Phase(self._config, index, self._context, self._sources.pop(index))
         self._final = self._evaluate()
         self._save()
         return True

@@ -11,6 +11,8 @@ from fastrl.config import RunConfig, parse_config
 from fastrl.config.yaml_text import dump_yaml, parse_yaml
 from fastrl.training.checkpoint import latest_checkpoint
 from fastrl.training.context import RunContext, build_context
+from fastrl.training.phases import Phase
+from fastrl.training.rollout_sources import build_sources
 
 TINY = """
 seed: 3
@@ -60,6 +62,11 @@ def tiny_context(*overrides: str) -> tuple[RunConfig, RunContext]:
     """The config and what is built from it."""
     config = tiny(*overrides)
     return config, build_context(config)
+
+
+def begin_phase(config: RunConfig, index: int, context: RunContext) -> Phase:
+    """A phase at its first step, whatever the phases before it have done to the model."""
+    return Phase(config, index, context, build_sources(config, context, first=index)[index])
 
 
 def write_tiny(folder: Path, changes: dict[str, Any] | None = None) -> Path:

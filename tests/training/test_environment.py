@@ -9,10 +9,8 @@ import pytest
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import ReasoningGymConfig
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
-from fastrl.training.phases import Phase
-from fastrl.training.rollout_sources import SampledRollouts
-from fastrl.training.sources import SupervisedDocuments
-from tests.helpers.runs import tiny_context
+from fastrl.training.rollout_sources import SampledRollouts, SupervisedDocuments
+from tests.helpers.runs import begin_phase, tiny_context
 
 
 def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:
@@ -41,7 +39,7 @@ def test_what_training_reads_is_not_held_out() -> None:
     config, context = tiny_context()
     assert context.environment is not None
     heldout = {tuple(context.tokenizer.encode(p.prompt)) for p in context.environment.heldout}
-    supervised, rl = (Phase(config, index, context).source for index in (0, 1))
+    supervised, rl = (begin_phase(config, index, context).source for index in (0, 1))
     assert isinstance(supervised, SupervisedDocuments)
     assert isinstance(rl, SampledRollouts)
     prompts = set()
@@ -127,4 +125,4 @@ def test_a_task_without_answers_cannot_be_learned_by_supervision(
     assert context.environment is not None
     monkeypatch.setattr(context.environment, "train", (Problem("1 + 1 =", None, {}),))
     with pytest.raises(UserError, match="a supervised phase needs answers"):
-        Phase(config, 0, context)
+        begin_phase(config, 0, context)

@@ -13,8 +13,8 @@ from fastrl.cli import main
 from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.log_files import read_metrics
-from fastrl.training.phases import Phase
-from tests.helpers.runs import FinishedRun, final_weights, tiny_context
+from tests.helpers.runs import FinishedRun, begin_phase, final_weights, tiny_context
+from tests.training.conftest import FinishedRun
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 
@@ -86,12 +86,12 @@ def test_columns_of_a_file_by_name(tmp_path: Path) -> None:
     named = files | {"ignore": ["source"], "reward_columns": {"right": 1.0, "form": 0.25}}
     overrides = ["phases.1.advantage.scale=none", f"phases.1.rollouts={json.dumps(named)}"]
     config, context = tiny_context("environment.heldout_prompts=1", *overrides)
-    step = Phase(config, 1, context).source.next()
+    step = begin_phase(config, 1, context).source.next()
     assert sorted(document.reward or 0.0 for document in step.documents) == [0.25, 1.0]
     files["ignore"] = ["source", "tokens"]
     config, context = tiny_context(f"phases.1.rollouts={json.dumps(files)}")
     with pytest.raises(UserError, match=r"must not name \['tokens'\], which are read"):
-        Phase(config, 1, context)
+        begin_phase(config, 1, context)
 
 
 def test_a_checkpoint_that_is_not_there_is_one_message(

@@ -12,7 +12,7 @@ from fastrl.models.llama import Llama
 from fastrl.training import phases
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
 from fastrl.training.phases import MicroBatch, Phase
-from tests.helpers.runs import tiny_context
+from tests.helpers.runs import begin_phase, tiny_context
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
 
@@ -29,7 +29,7 @@ def _lively_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _weights_after(index: int, num_steps: int, *overrides: str) -> dict[str, torch.Tensor]:
     config, context = tiny_context(*overrides)
-    phase = Phase(config, index, context)
+    phase = begin_phase(config, index, context)
     for _ in range(num_steps):
         phase.step()
     return {name: weight.clone() for name, weight in context.llama.state_dict().items()}
@@ -55,7 +55,7 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
     config, context = tiny_context(
         "dtype=float32", f"phases.1.max_tokens_per_micro_batch={max_tokens}", "phases.1.epochs=2"
     )
-    phase = Phase(config, 1, context)
+    phase = begin_phase(config, 1, context)
     ratios = []
     update = Phase._update
 
@@ -79,7 +79,7 @@ def test_the_samplers_logprobs_may_be_the_old_ones() -> None:
     config, context = tiny_context(
         "phases.1.rollouts.old_logprobs=sampler", "phases.1.mini_batches=1"
     )
-    metrics = Phase(config, 1, context).step().metrics
+    metrics = begin_phase(config, 1, context).step().metrics
     assert metrics["policy/ratio_min"] == pytest.approx(1, abs=1e-6)  # kept in fp32
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-6)
 
@@ -91,7 +91,7 @@ def test_updates_follow_the_schedule() -> None:
         "phases.1.optimizer.schedule=linear",
         "phases.1.optimizer.learning_rate=0.12",
     )
-    phase = Phase(config, 1, context)
+    phase = begin_phase(config, 1, context)
     rates = [phase.step().metrics["learning_rate"] for _ in range(2)]
     # 12 updates, of which a step makes 6: the mean of 0.12 (1 - n / 12).
     assert rates == pytest.approx([0.12 * (1 - 2.5 / 12), 0.12 * (1 - 8.5 / 12)])
@@ -101,7 +101,7 @@ def test_a_kl_term_pulls_to_the_policy_at_the_phases_begin(monkeypatch: pytest.M
     kl = "phases.1.losses={policy: {type: grpo, kl: {coefficient: 0.5}}}"
     config, context = tiny_context(kl)
     before = {name: weight.clone() for name, weight in context.llama.state_dict().items()}
-    phase = Phase(config, 1, context)
+    phase = begin_phase(config, 1, context)
     models: list[Llama] = []
     evaluated = phases.evaluated
 
@@ -125,7 +125,7 @@ def test_groups_of_equal_rewards_are_dropped_on_request(monkeypatch: pytest.Monk
     assert context.environment is not None
     scores = iter([1.0, 0.0, 0.0, 0.0] + [0.25] * 4 * 5)
     monkeypatch.setattr(context.environment, "score", lambda problem, answer: next(scores))
-    result = Phase(config, 1, context).step()
+    result = begin_phase(config, 1, context).step()
     assert result.metrics["active_groups"] == pytest.approx(1 / 6)
     assert result.metrics["reward"] == pytest.approx((1 + 0.25 * 20) / 24)
     assert result.num_tokens <= 4 * (7 + 3)
@@ -137,7 +137,7 @@ def test_a_step_without_anything_to_learn_changes_nothing(monkeypatch: pytest.Mo
     assert context.environment is not None
     monkeypatch.setattr(context.environment, "score", lambda problem, answer: 0.0)
     before = {name: weight.clone() for name, weight in context.llama.state_dict().items()}
-    result = Phase(config, 1, context).step()
+    result = begin_phase(config, 1, context).step()
     assert result.metrics["reward"] == 0
     assert "loss" not in result.metrics
     torch.testing.assert_close(context.llama.state_dict(), before, rtol=0, atol=0)

@@ -13,8 +13,9 @@ from fastrl.config import UserError
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.phases import Phase
-from fastrl.training.rollout_sources import Rollouts, split_groups
-from tests.helpers.runs import tiny_context
+from fastrl.training.rollout_sources import Rollouts, build_sources, split_groups
+from fastrl.training.run import train
+from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 
 def _documents(num_groups: int = 4) -> list[Document]:
@@ -36,7 +37,7 @@ def _phase(paths: list[Path], *overrides: str) -> Phase:
     config, context = tiny_context(
         "environment.heldout_prompts=1", f"phases.1.rollouts={rollouts}", *overrides
     )
-    return Phase(config, 1, context)
+    return begin_phase(config, 1, context)
 
 
 def _steps(phase: Phase, number: int) -> list[Rollouts]:
@@ -140,6 +141,45 @@ def test_a_column_is_in_all_documents_or_in_none(tmp_path: Path) -> None:
         _phase([first, second])
 
 
+def test_a_file_of_several_phases_is_opened_once_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, _documents())
+    opened = []
+    open_path = Path.open
+
+    def counted(self: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(self)
+        return open_path(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", counted)
+    files = f"rollouts: {{type: files, paths: [{path}], documents_per_step: 3}}"
+    phases = ", ".join(
+        f"{{type: rl, name: {name}, steps: 2, losses: {{policy: {{type: {name}}}}}, {files}}}"
+        for name in ("grpo", "gspo")
+    )
+    assert train(tiny(f"phases=[{phases}]"), tmp_path / "run") == 0
+    assert opened.count(path) == 1
+
+
+def test_phases_share_the_documents_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, _documents(1))
+    files = f"rollouts: {{type: files, paths: [{path}], documents_per_step: 3}}"
+    losses = ("{type: grpo}", "{type: cispo}", "{type: reinforce}")
+    phases = ", ".join(
+        f"{{type: rl, steps: 1, losses: {{policy: {loss}}}, {files}}}" for loss in losses
+    )
+    config, context = tiny_context(f"phases=[{phases}]")
+    sources = build_sources(config, context)
+    first, second, other = (sources[index].items.take(1)[0] for index in range(3))
+    assert len(first) == 3
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    # It asks for less of the file, and is read with that.
+    assert not any(a is b for a, b in zip(first, other, strict=True))
+
+
 def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("", encoding="utf-8")
@@ -155,10 +195,10 @@ def test_documents_that_may_be_longer_than_a_micro_batch_are_refused(
 ) -> None:
     key = f"phases.{index}.max_tokens_per_micro_batch"
     config, context = tiny_context("environment.heldout_prompts=1", f"{key}={longest}")
-    Phase(config, index, context)
+    begin_phase(config, index, context)
     config, context = tiny_context("environment.heldout_prompts=1", f"{key}={longest - 1}")
     with pytest.raises(UserError, match=f"`{key}` must be at least {longest}"):
-        Phase(config, index, context)
+        begin_phase(config, index, context)
 
 
 def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path: Path) -> None:
