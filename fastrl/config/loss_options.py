@@ -31,6 +31,10 @@ class LossConfig(Config):
     """Tokens a document counts as under `normalisation: constant`, for example the completion
     limit; only there."""
 
+    def required_columns(self) -> frozenset[str]:
+        """The optional columns of `BatchKwargs` without which the loss refuses a batch."""
+        return frozenset({"group_label_counts"} if self.normalisation == "groups" else ())
+
     @model_validator(mode="after")
     def _length_belongs_to_constant(self) -> "LossConfig":
         if (self.length is not None) != (self.normalisation == "constant"):

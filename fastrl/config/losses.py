@@ -64,6 +64,10 @@ class DPOLossConfig(LossConfig):
     normalisation: Literal["groups"] = "groups"
     """A pair is a group; the mean over pairs."""
 
+    def required_columns(self) -> frozenset[str]:
+        """The chosen one of a pair has the advantage above 0."""
+        return super().required_columns() | {"advantages", "ref_logprobs", "group_index"}
+
 
 class DistillationLossConfig(LossConfig):
     """Divergence between the distributions of a teacher and of the policy, over the vocabulary."""

@@ -33,6 +33,19 @@ class PolicyGradientLossConfig(LossConfig):
     entropy: EntropyConfig | None = None
     """Entropy bonus and entropy mask."""
 
+    def required_columns(self) -> frozenset[str]:
+        """The advantages, the old policy of the ratio, and what the options compare with."""
+        columns = super().required_columns() | {"advantages", "old_logprobs"}
+        if self.kl is not None:
+            columns |= {"ref_logprobs"}
+        if self.rollout_correction is not None:
+            columns |= {"rollout_logprobs"}
+        if self.off_policy_mask is not None:
+            columns |= {f"{self.off_policy_mask.behaviour}_logprobs"}
+        if self.max_staleness is not None:
+            columns |= {"model_version"}
+        return columns
+
 
 class ClippedLossConfig(PolicyGradientLossConfig):
     """A ratio that is clipped around 1."""
@@ -230,6 +243,10 @@ class ReinforceLossConfig(PolicyGradientLossConfig):
 
     type: Literal["reinforce"] = "reinforce"
     """Names the loss."""
+
+    def required_columns(self) -> frozenset[str]:
+        """No old policy, as there is no ratio."""
+        return super().required_columns() - {"old_logprobs"}
 
     @model_validator(mode="after")
     def _has_no_ratio(self) -> "ReinforceLossConfig":

@@ -17,9 +17,8 @@ from fastrl.config.environment import (
 )
 from fastrl.config.losses import (
     AnyLossConfig,
-    CrossEntropyLossConfig,
+    DistillationLossConfig,
     HeadOptions,
-    ZLossConfig,
 )
 from fastrl.config.model import LlamaConfig
 from fastrl.config.phases import AnyPhaseConfig, PhaseConfig
@@ -163,6 +162,11 @@ class RunConfig(Config):
         """Returns the losses of a phase: its own, or the model's."""
         return self.model.head.losses if phase.losses is None else phase.losses
 
+    def required_columns(self, phase: PhaseConfig) -> frozenset[str]:
+        """The optional columns of `BatchKwargs` that the losses of a phase need."""
+        losses = self.losses_of(phase).values()
+        return frozenset[str]().union(*(loss.required_columns() for loss in losses))
+
     def phase_name(self, index: int) -> str:
         """Returns the name of a phase: its own, or its type, with its number where not alone."""
         phase = self.phases[index]
@@ -179,20 +183,20 @@ class RunConfig(Config):
                 raise ValueError(
                     f"{where} has no losses: set `phases.{index}.losses` or `model.head.losses`"
                 )
-            is_policy = [isinstance(loss, PolicyGradientLossConfig) for loss in losses.values()]
-            if phase.type == "supervised" and any(is_policy):
+            has_policy_loss = "advantages" in self.required_columns(phase)
+            if phase.type == "supervised" and has_policy_loss:
                 raise ValueError(
                     f"{where} is supervised and has no advantages, so `phases.{index}.losses` must"
                     f" have no policy-gradient loss, got {_listed(losses)}; `cross_entropy` is one"
                 )
-            if phase.type == "rl" and not any(is_policy):
+            if phase.type == "rl" and not has_policy_loss:
                 raise ValueError(
                     f"{where} must have a policy-gradient loss such as `grpo` or `gspo` in"
                     f" `phases.{index}.losses`, got {_listed(losses)}"
                 )
             self.model.head.check_losses(losses)
             for name, loss in losses.items():
-                _check_loss(f"`phases.{index}` loss `{name}`", loss, self.model.head)
+                _check_loss(f"`phases.{index}` loss `{name}`", loss, phase.type, self.model.head)
             from_files = phase.type == "rl" and phase.rollouts.type == "files"
             if phase.type == "rl" and not from_files and self.model.head.keep is not None:
                 raise ValueError(
@@ -207,24 +211,34 @@ class RunConfig(Config):
         return self
 
 
-def _check_loss(where: str, loss: AnyLossConfig, head: HeadOptions) -> None:
+_COLUMNS: dict[str, frozenset[str]] = {
+    "supervised": frozenset(),
+    "rl": frozenset(
+        {"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "group_label_counts"}
+    ),
+}
+"""Optional columns of the batches of a phase. No `group_index`: the members of a group may be in
+different micro-batches."""
+
+
+def _check_loss(where: str, loss: AnyLossConfig, phase_type: str, head: HeadOptions) -> None:
     """Refuses losses and options that the trainer has no data for."""
-    trained = (CrossEntropyLossConfig, ZLossConfig, PolicyGradientLossConfig)
-    if not isinstance(loss, trained):
+    if isinstance(loss, PolicyGradientLossConfig):
+        if loss.max_staleness is not None:
+            raise ValueError(
+                f"{where}: `max_staleness` has no effect, as the trainer waits for the rollouts of"
+                " each step; leave it out"
+            )
+        is_adaptive = loss.entropy is not None and loss.entropy.adaptive is not None
+        if is_adaptive and not head.metrics:
+            raise ValueError(f"{where}: `entropy.adaptive` needs `model.head.metrics: true`")
+    missing = sorted(loss.required_columns() - _COLUMNS[phase_type])
+    if missing or isinstance(loss, DistillationLossConfig):
+        needs = f", which needs {', '.join(f'`{name}`' for name in missing)}," if missing else ""
         raise ValueError(
-            f"{where}: the trainer makes no batches for `type: {loss.type}`; use the head in a "
-            "trainer of your own"
+            f"{where}: the trainer makes no batches for `type: {loss.type}`{needs} in a phase of"
+            f" type `{phase_type}`; use the head in a trainer of your own"
         )
-    if not isinstance(loss, PolicyGradientLossConfig):
-        return
-    if loss.max_staleness is not None:
-        raise ValueError(
-            f"{where}: `max_staleness` has no effect, as the trainer waits for the rollouts of each"
-            " step; leave it out"
-        )
-    is_adaptive = loss.entropy is not None and loss.entropy.adaptive is not None
-    if is_adaptive and not head.metrics:
-        raise ValueError(f"{where}: `entropy.adaptive` needs `model.head.metrics: true`")
 
 
 def _listed(losses: dict[str, AnyLossConfig]) -> str:

@@ -34,7 +34,6 @@ from fastrl.training.rollout_sources import (
     Sample,
     SampledRollouts,
     phase_seed,
-    required_logprobs,
     split_groups,
 )
 
@@ -92,13 +91,12 @@ class Phase:
         self.steps_done = 0
         self._context = context
         self._seed = phase_seed(config, index)
-        losses = config.losses_of(self.config)
         self.source = source
-        context.llama.lm_head.set_losses(losses)
+        context.llama.lm_head.set_losses(config.losses_of(self.config))
         self.optimizer = build_optimizer(context.llama, self.config.optimizer)
         self.reference: Llama | None = None
         samples = isinstance(self.source, SampledRollouts)
-        if samples and "ref_logprobs" in required_logprobs(losses.values()):
+        if samples and "ref_logprobs" in config.required_columns(self.config):
             self.reference = frozen_copy(context.llama, context.processes)
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
 from fastrl.config.base import UserError
-from fastrl.config.losses import AnyLossConfig
 from fastrl.config.phases import (
     AdvantageConfig,
     FileRolloutsConfig,
     SamplerRolloutsConfig,
     SupervisedPhaseConfig,
 )
-from fastrl.config.policy_losses import PolicyGradientLossConfig, ReinforceLossConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.advantages import group_advantages, has_advantage, with_group_advantages
-from fastrl.data.documents import Document
+from fastrl.data.documents import TOKEN_COLUMNS, Document
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.context import RunContext
 from fastrl.training.environment import Problem, ReasoningGymEnvironment
@@ -227,7 +225,7 @@ class FileRollouts:
     Args:
         config: files and documents a step.
         advantage: from rewards to advantages, where a document has none of its own.
-        losses: of the phase; they say which log-probabilities the files must have.
+        columns: of the batch that the losses need, and so the files must have.
         files: of the run.
         seed: of the order of groups.
 
@@ -239,7 +237,7 @@ class FileRollouts:
         self,
         config: FileRolloutsConfig,
         advantage: AdvantageConfig,
-        losses: Sequence[AnyLossConfig],
+        columns: Collection[str],
         files: RolloutFiles,
         seed: str,
     ) -> None:
@@ -247,7 +245,7 @@ class FileRollouts:
         self._advantage = advantage
         groups: dict[object, list[Document]] = defaultdict(list)
         named: list[tuple[str, Document]] = []
-        require = ("advantage", *required_logprobs(losses))
+        require = tuple(field for column, field in TOKEN_COLUMNS.items() if column in columns)
         for path in config.paths:
             documents = files.documents(path, require, config)
             for number, document in enumerate(documents, start=1):
@@ -303,23 +301,6 @@ def scored(
     text = tokenizer.decode(completion.tokens)
     reward = environment.score(problem, text if completion.finished else None)
     return Sample(problem.prompt, text, reward, completion.finished)
-
-
-def required_logprobs(losses: Iterable[AnyLossConfig]) -> list[str]:
-    """Returns the log-probabilities that documents must have for some policy-gradient losses."""
-    required: dict[str, None] = {}
-    for loss in losses:
-        if not isinstance(loss, PolicyGradientLossConfig):
-            continue
-        if not isinstance(loss, ReinforceLossConfig):
-            required["logprobs"] = None
-        if loss.kl is not None:
-            required["ref_logprobs"] = None
-        corrected = loss.rollout_correction is not None
-        masked = loss.off_policy_mask is not None and loss.off_policy_mask.behaviour == "rollout"
-        if corrected or masked:
-            required["rollout_logprobs"] = None
-    return list(required)
 
 
 def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:
@@ -383,8 +364,8 @@ def _source(
     if isinstance(phase, SupervisedPhaseConfig):
         return SupervisedDocuments(phase, context, seed)
     if isinstance(phase.rollouts, FileRolloutsConfig):
-        losses = list(config.losses_of(phase).values())
-        return FileRollouts(phase.rollouts, phase.advantage, losses, files, seed)
+        columns = config.required_columns(phase)
+        return FileRollouts(phase.rollouts, phase.advantage, columns, files, seed)
     assert context.environment is not None
     return SampledRollouts(
         phase.rollouts,

@@ -53,6 +53,11 @@ def _error(
         ("phases.1.losses={a: {type: cross_entropy}}", "must have a policy-gradient loss such as"),
         ("phases.1.losses.policy.max_staleness=1", "`max_staleness` has no effect"),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
+        ("phases.1.losses.b={type: distillation}", "makes no batches for `type: distillation`"),
+        (
+            "phases.0.losses={a: {type: cross_entropy, normalisation: groups}}",
+            "`type: cross_entropy`, which needs `group_label_counts`, in a phase of type `sup",
+        ),
         ("model.head.keep.top_k=5", "samples from the whole vocabulary, so `model.head.keep`"),
         ("phases.1.name=../rl", "`phases.1.name`: must begin with a letter, a digit or `_`"),
         ("phases.1.name=supervised", "`phases` must have different names"),

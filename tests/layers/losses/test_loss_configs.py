@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from fastrl.config import (
@@ -17,7 +18,7 @@ from fastrl.config import (
     dump_config,
     parse_config,
 )
-from tests.helpers.loss_cases import CASES, LossCase
+from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics
 from tests.helpers.loss_heads import capped_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -151,3 +152,29 @@ def test_the_resolved_config_shows_what_a_preset_stands_for() -> None:
 def test_configs_survive_a_round_trip(case: LossCase) -> None:
     dumped = case.parsed.model_dump()
     assert TypeAdapter(AnyLossConfig).validate_python(dumped) == case.parsed
+
+
+OPTIONAL_COLUMNS = {
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "model_version",
+    "group_index",
+    "group_label_counts",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_required_columns_are_those_without_which_a_batch_is_refused(case: LossCase) -> None:
+    batch = pack(case.documents())
+    statistics = random_statistics(batch).map(torch.Tensor.detach)
+    loss, columns = case.loss(), case.parsed.required_columns()
+    assert columns <= OPTIONAL_COLUMNS
+    least = batch.replace(**dict.fromkeys(OPTIONAL_COLUMNS - columns))
+    value, metrics = loss.with_metrics(statistics, least)
+    assert torch.equal(value, loss(statistics, batch))
+    assert metrics["loss"] == value
+    for column in columns:
+        with pytest.raises(ValueError, match=f"`{column}` must be in the batch"):
+            loss(statistics, batch.replace(**{column: None}))
