@@ -1,6 +1,6 @@
 """What the losses share: normalisation, KL, rollout correction, masks, entropy."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,11 @@ RatioLevel = Literal["none", "token", "document", "document_token", "document_pr
 
 class LossConfig(Config):
     """What every loss shares."""
+
+    if TYPE_CHECKING:
+        # Each loss declares it, after the fields that it shares. Of a loss that is no part of the
+        # package it is a text, the import path of the loss's class.
+        type: str
 
     weight: float = 1.0
     """Factor on this loss in the sum over the head's losses."""

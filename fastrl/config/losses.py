@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from fastrl.config.base import Config
 from fastrl.config.loss_options import LossConfig
@@ -19,6 +19,7 @@ from fastrl.config.policy_losses import (
     SAPOLossConfig,
     VESPOLossConfig,
 )
+from fastrl.config.user_losses import UserLossConfig, loss_tag
 
 # Most bytes of logits that exist at a time, where nothing else is asked for: 2.25 GiB.
 DEFAULT_MAX_LOGITS_BYTES = 9 * 2**28
@@ -100,7 +101,7 @@ class DistillationLossConfig(LossConfig):
         return self
 
 
-AnyLossConfig = Annotated[
+BuiltInLossConfig = Annotated[
     CrossEntropyLossConfig
     | ZLossConfig
     | DPOLossConfig
@@ -117,6 +118,13 @@ AnyLossConfig = Annotated[
     | ReinforceLossConfig,
     Field(discriminator="type"),
 ]
+"""The losses of the package by their `type`."""
+
+AnyLossConfig = Annotated[
+    Annotated[BuiltInLossConfig, Tag("built_in")] | Annotated[UserLossConfig, Tag("imported")],
+    Discriminator(loss_tag),
+]
+"""A loss of the package, or one whose `type` is the import path of its class."""
 
 
 class KeepSetConfig(Config):

@@ -8,7 +8,10 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from fastrl.config.base import Config
+from fastrl.config.base import Config, UserError
+from fastrl.config.import_path import is_import_path
+from fastrl.config.loss_options import LossConfig
+from fastrl.config.user_losses import user_loss
 
 
 class Mistake(NamedTuple):
@@ -77,12 +80,14 @@ class _Place(NamedTuple):
     Attributes:
         path: keys and indices as the user wrote them.
         section: class of the section that holds the last key, if it is known.
+        tag: the `type` that stands in the section, None without one.
         members: the classes that the section may be, one for each `type` of a union.
         value_members: the same for the value itself.
     """
 
     path: tuple[str, ...]
     section: type[Config] | None
+    tag: object
     members: tuple[type[Config], ...]
     value_members: tuple[type[Config], ...]
 
@@ -94,6 +99,7 @@ def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Plac
     annotations: tuple[Any, ...] = (root,)
     holder: tuple[type[Config], ...] = ()
     section: type[Config] | None = None
+    tag: object = None
     for position, element in enumerate(loc):
         last = position == len(loc) - 1
         present = isinstance(node, dict) and element in node
@@ -104,6 +110,7 @@ def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Plac
         path.append(str(element))
         holder = tuple(member for item in annotations for member in _members(item))
         section = _chosen(holder, node)
+        tag = _tag(node)
         if section is not None and isinstance(node, dict):
             field = section.model_fields.get(str(element))
             annotations = (field.annotation,) if field is not None else ()
@@ -111,7 +118,7 @@ def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Plac
             annotations = tuple(inner for item in annotations for _, inner in _items(item))
         node = node[element] if present or indexed else None  # type: ignore[index]
     value_members = tuple(member for item in annotations for member in _members(item))
-    return _Place(tuple(path), section, holder, value_members)
+    return _Place(tuple(path), section, tag, holder, value_members)
 
 
 def _names_a_field(annotations: Sequence[Any], key: str | int) -> bool:
@@ -151,8 +158,17 @@ def _chosen(members: Sequence[type[Config]], node: object) -> type[Config] | Non
     """Returns the member of a union that the `type` in the values chooses."""
     if len(members) == 1:
         return members[0]
-    tag = node.get("type") if isinstance(node, dict) else None
+    tag = _tag(node)
+    if is_import_path(tag) and LossConfig in members:
+        try:
+            return user_loss(str(tag)).config_class
+        except UserError:
+            return None  # which is what the mistake is about
     return next((member for member in members if tag in _types(member)), None)
+
+
+def _tag(node: object) -> object:
+    return node.get("type") if isinstance(node, dict) else None
 
 
 def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
@@ -200,7 +216,7 @@ def _unknown_key(place: _Place, root: type[Config]) -> str:
     if place.section is not None:
         own = list(place.section.model_fields)
         if len(place.members) > 1:
-            section += f" (type `{'`/`'.join(_types(place.section))}`)"
+            section += f" (type `{place.tag}`)"
     elsewhere = {path[-1]: ".".join(path) for path in reversed(list(_key_paths(root)))}
     others = [tag for m in place.members if key in m.model_fields for tag in _types(m)]
     similar = key.replace("-", "_")

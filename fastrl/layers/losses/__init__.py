@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import ProcessGroup
 
 from fastrl.config.losses import AnyLossConfig
+from fastrl.config.user_losses import user_loss
 from fastrl.layers.losses.base import LanguageModelLoss
 from fastrl.layers.losses.cispo import CISPOLoss
 from fastrl.layers.losses.clipped import GRPOLoss, GSPOLoss, GSPOTokenLoss, LUSPOLoss
@@ -17,6 +18,7 @@ from fastrl.layers.losses.dpo import DPOLoss
 from fastrl.layers.losses.dppo import DPPOLoss
 from fastrl.layers.losses.gmpo import GMPOLoss
 from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
+from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.reduction import add_metrics, finish_metrics, reduce_metrics
 from fastrl.layers.losses.reinforce import ReinforceLoss
 from fastrl.layers.losses.sapo import SAPOLoss
@@ -35,6 +37,7 @@ __all__ = [
     "LUSPOLoss",
     "LanguageModelLoss",
     "LanguageModelPolicyGradientLoss",
+    "PolicyTerms",
     "ReinforceLoss",
     "SAPOLoss",
     "VESPOLoss",
@@ -68,11 +71,17 @@ def build_loss(
     token_groups: Sequence[ProcessGroup | None] = (),
     data_group: ProcessGroup | None = None,
 ) -> LanguageModelLoss[Any]:
-    """The loss that `config` names.
+    """The loss that `config` names by its `type`.
 
     Args:
         config: of the loss.
         token_groups: groups between whose ranks the tokens of a document may be split.
         data_group: between whose ranks different documents are spread.
+
+    Raises:
+        ValueError: a `type` that is neither a name of the package's losses nor an import path.
     """
-    return _LOSSES[config.type](config, token_groups, data_group)
+    loss_class = _LOSSES.get(config.type)
+    if loss_class is None:
+        loss_class = cast(type[LanguageModelLoss[Any]], user_loss(config.type))
+    return loss_class(config, token_groups, data_group)

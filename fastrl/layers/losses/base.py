@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.config.loss_options import LossConfig
+from fastrl.config.user_losses import ConfiguredLoss
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
 
@@ -19,7 +20,7 @@ ConfigT = TypeVar("ConfigT", bound=LossConfig)
 Scope = Literal["token", "document", "group", "batch"]
 
 
-class LanguageModelLoss(ABC, Generic[ConfigT]):
+class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
     """A loss that is a function of per-token statistics [T] and of what the batch says.
 
     It returns the sum over the tokens it is given divided by a count of the whole optimizer step,

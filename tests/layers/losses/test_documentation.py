@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fastrl import LanguageModelHead
-from fastrl.config import AnyLossConfig, GRPOLossConfig
+from fastrl.config import GRPOLossConfig
+from fastrl.config.losses import BuiltInLossConfig
 from fastrl.functional.reference import losses as reference_losses
 from tests.helpers.loss_cases import (
     CASES,
@@ -22,7 +23,8 @@ from tests.helpers.loss_cases import (
 from tests.helpers.loss_heads import capped_head, random_hidden
 
 DOCS = Path(__file__).parents[3] / "docs"
-TYPES = [config.model_fields["type"].default for config in get_args(get_args(AnyLossConfig)[0])]
+BUILT_IN = get_args(get_args(BuiltInLossConfig)[0])
+TYPES = [config.model_fields["type"].default for config in BUILT_IN]
 
 
 def test_every_loss_has_a_row_a_definition_and_a_case() -> None:
