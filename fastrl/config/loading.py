@@ -60,10 +60,10 @@ def parse_config(
     try:
         return config_class.model_validate(merged)
     except ValidationError as error:
-        lines = [
-            f"{_origin(mistake.path, parsed) or source}: {mistake.text}"
-            for mistake in mistakes(error, config_class, merged)
-        ]
+        listed, num_others = mistakes(error, config_class, merged)
+        lines = [f"{_origin(mistake.path, parsed) or source}: {mistake.text}" for mistake in listed]
+        if num_others:
+            lines.append(f"and {num_others:,} more")
         raise ConfigError("\n".join(lines)) from error
 
 

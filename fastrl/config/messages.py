@@ -1,7 +1,7 @@
 """What a user reads about a config that is not valid: key path, requirement, remedy."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -12,6 +12,9 @@ from fastrl.config.base import Config, UserError
 from fastrl.config.import_path import is_import_path
 from fastrl.config.loss_options import LossConfig
 from fastrl.config.user_losses import user_loss
+
+MOST_MISTAKES = 10
+"""Key paths whose mistakes are described; of more, the number is told."""
 
 
 class Mistake(NamedTuple):
@@ -28,41 +31,46 @@ class Mistake(NamedTuple):
 
 def mistakes(
     error: ValidationError, config_class: type[Config], values: Mapping[str, Any]
-) -> list[Mistake]:
-    """Returns what pydantic found, one mistake a key path, in terms of the user's own keys.
+) -> tuple[list[Mistake], int]:
+    """What pydantic found, one mistake a key path, in terms of the user's own keys.
 
     Args:
         error: raised when `values` were validated as `config_class`.
         config_class: class of the whole config.
         values: the plain values that were validated.
+
+    Returns:
+        The first `MOST_MISTAKES` of them, and the number of the others.
     """
     found: dict[str, list[str]] = {}
     shown: dict[str, str] = {}
+    others: set[str] = set()
     all_details = error.errors(include_url=False)
+    parents = {details["loc"][:n] for details in all_details for n in range(len(details["loc"]))}
     for details in all_details:
-        if _follows(details, all_details):
+        if _follows(details, parents):
             continue
         place = _find(config_class, values, details["loc"])
         path = ".".join(place.path)
+        if path not in found and len(found) == MOST_MISTAKES:
+            others.add(path)
+            continue
         text = _describe(details, place, config_class)
         if text not in found.setdefault(path, []):
             found[path].append(text)
         shown[path] = _shown(details["input"])
-    return [Mistake(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
+    listed = [Mistake(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
+    return listed, len(others)
 
 
-def _follows(details: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:
-    """Returns whether an error only says that another one is there.
+def _follows(details: ErrorDetails, parents: Collection[tuple[str | int, ...]]) -> bool:
+    """Whether an error only says that another one is there, in one of the `parents`.
 
     A default cannot be derived from a key that is wrong, and a list whose items are wrong counts
     as one without them.
     """
-    loc = details["loc"]
     return details["type"] == "default_factory_not_called" or (
-        details["type"] == "too_short"
-        and any(
-            len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in others
-        )
+        details["type"] == "too_short" and details["loc"] in parents
     )
 
 

@@ -15,6 +15,10 @@ class YamlError(ValueError):
     """Text that is not YAML or that fastrl refuses; the message begins with line and column."""
 
 
+MOST_NODES = 20_000
+"""Values and keys of a text, those of an alias counted wherever it stands: a few lines of aliases
+of aliases would fill the memory."""
+
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INTEGER = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
@@ -55,7 +59,12 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    try:
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    except ValueError as error:  # Python's own limit
+        raise yaml.MarkedYAMLError(
+            problem=f"an integer of {len(text)} digits is too long", problem_mark=node.start_mark
+        ) from error
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, Any]:
@@ -82,14 +91,24 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_yaml(text: str) -> Any:
-    """Returns the plain value (mappings, lists, scalars) that a YAML text describes.
+    """The plain value (mappings, lists, scalars) that a YAML text describes.
 
     Raises:
-        YamlError: not YAML, a duplicate key, or a key that is not text.
+        YamlError: not YAML, a duplicate key, a key that is not text, or more than `MOST_NODES`.
     """
     try:
-        # A subclass of SafeLoader: it builds plain values only.
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)  # a subclass of SafeLoader: it builds plain values only
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > MOST_NODES:
+            raise YamlError(
+                f"must have at most {MOST_NODES:,} values and keys, those of an alias counted"
+                " wherever it stands"
+            )
+        return loader.construct_document(node)
+    except RecursionError as error:
+        raise YamlError("must not be nested so deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -98,8 +117,26 @@ def parse_yaml(text: str) -> Any:
         raise YamlError(" ".join(str(error).split())) from error
 
 
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of nodes below and with this one; `sizes` has those that were counted, by identity."""
+    key = id(node)
+    if key not in sizes:
+        sizes[key] = 0  # as long as it is being counted
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        sizes[key] = 1 + sum(_size(child, sizes) for child in children)
+    elif not sizes[key]:
+        raise yaml.MarkedYAMLError(
+            problem="an alias must not stand inside of what it names", problem_mark=node.start_mark
+        )
+    return sizes[key]
+
+
 def dump_yaml(value: Any) -> str:
-    """Returns YAML that `parse_yaml` reads back as an equal value; numbers stay numbers."""
+    """YAML that `parse_yaml` reads back as an equal value; numbers stay numbers."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )

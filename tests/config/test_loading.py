@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fastrl.config import ConfigError, LlamaConfig, dump_config, load_config, parse_config
+from fastrl.config import (
+    ConfigError,
+    LlamaConfig,
+    RunConfig,
+    dump_config,
+    load_config,
+    parse_config,
+)
 from fastrl.config import save_config as save
 from fastrl.config.yaml_text import parse_yaml
 from tests.helpers.config_classes import Optimizer, Plain, Reinforced, Run, Scaled, Supervised
@@ -212,6 +219,21 @@ def test_every_mistake_is_told_at_once_with_where_it_comes_from() -> None:
         "run.yaml: `stop` must be a valid integer or a list, got 'x'",
         "run.yaml: unknown key `sed` at the top level; did you mean `seed`?",
     ]
+
+
+@pytest.mark.timeout(20)
+def test_rl20_the_first_of_many_mistakes_are_listed() -> None:
+    values = {f"key_{number}": 1 for number in range(20_000)}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, values, source="run.yaml")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert all(line.startswith("run.yaml: ") for line in lines[:-1])
+    assert lines[-1] == "and 19,991 more"  # `phases` is required, too
+    short = [{"type": "rl", "steps": 1, "optimizer": {"betas": []}} for _ in range(5_000)]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, {"phases": short})
+    assert str(caught.value).splitlines()[-1] == "and 4,990 more"
 
 
 def test_a_consequence_of_a_mistake_is_not_told() -> None:

@@ -1,12 +1,13 @@
 """Plain values of YAML text: YAML 1.2 scalars, refusals, and the way back."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 import yaml
 
-from fastrl.config.yaml_text import YamlError, dump_yaml, parse_yaml
+from fastrl.config.yaml_text import MOST_NODES, YamlError, dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,42 @@ def test_other_readers_take_texts_for_texts_and_numbers_for_numbers() -> None:
 def test_a_list_used_twice_is_written_twice() -> None:
     shared = [1, 2]
     assert "&" not in dump_yaml({"a": shared, "b": shared})
+
+
+def test_rl20_a_bomb_of_aliases_is_refused_at_once() -> None:
+    levels = "".join(
+        f"{name}: &{name} [{', '.join([f'*{below}'] * 10) if below else 'x, ' * 10}]\n"
+        for below, name in zip(["", *"abcdefg"], "abcdefgh", strict=True)
+    )
+    with pytest.raises(YamlError, match="must have at most 20,000 values and keys"):
+        parse_yaml(levels)
+    merges = "a: &a {k: 1}\n" + "".join(
+        f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 10)}]}}\n"
+        for below, name in zip("abcdefg", "bcdefgh", strict=True)
+    )
+    with pytest.raises(YamlError, match="must have at most 20,000 values and keys"):
+        parse_yaml(merges)
+
+
+def test_rl20_aliases_are_values_like_others_up_to_the_bound() -> None:
+    assert parse_yaml("a: &a [1, 2]\nb: {c: *a, <<: {d: *a}}") == {
+        "a": [1, 2],
+        "b": {"c": [1, 2], "d": [1, 2]},
+    }
+    assert len(parse_yaml("[" + "1, " * (MOST_NODES - 1) + "]")) == MOST_NODES - 1
+    with pytest.raises(YamlError, match="must have at most 20,000"):
+        parse_yaml("[" + "1, " * MOST_NODES + "]")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]", "line 1, column 4: an alias must not stand inside of what it names"),
+        ("a: &a {b: {<<: *a}}", "line 1, column 4: an alias must not stand inside of what"),
+        ("[" * 5000, "must not be nested so deeply"),
+        ("1" * 5000, "line 1, column 1: an integer of 5000 digits is too long"),
+    ],
+)
+def test_what_has_no_end_is_refused(text: str, message: str) -> None:
+    with pytest.raises(YamlError, match=re.escape(message)):
+        parse_yaml(text)
