@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fastrl.config.base import UserError
+from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
@@ -129,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     run_help = "folder of a run; its latest checkpoint is taken"
 
     train = commands.add_parser("train", help="train a model as a config says")
-    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    train.add_argument("config", type=_path, metavar="CONFIG", help="YAML file of the run")
     train.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="where everything is written"
+        "--run-dir", type=_path, required=True, metavar="DIR", help="where everything is written"
     )
     train.add_argument(
         "--resume", action="store_true", help="go on with the stopped run that is in DIR"
@@ -140,12 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("eval", help="score a run's model on held-out prompts")
-    evaluate.add_argument("run", type=Path, metavar="RUN", help=run_help)
+    evaluate.add_argument("run", type=_path, metavar="RUN", help=run_help)
     _add_overrides(evaluate, "evaluation.temperature=0 or evaluation.samples_per_prompt=8")
     evaluate.set_defaults(command=_eval)
 
     sample = commands.add_parser("sample", help="complete a prompt with a run's model")
-    sample.add_argument("run", type=Path, metavar="RUN", help=run_help)
+    sample.add_argument("run", type=_path, metavar="RUN", help=run_help)
     sample.add_argument("prompt", metavar="PROMPT", help="text to complete, as the model reads it")
     sample.add_argument(
         "--max-tokens", type=_positive, metavar="N", help="longest completion; the run's by default"
@@ -164,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser(
         "estimate", help="print the memory and communication that a config needs on each rank"
     )
-    estimate.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    estimate.add_argument("config", type=_path, metavar="CONFIG", help="YAML file of the run")
     estimate.add_argument(
         "--tokens",
         type=_positive,
@@ -184,7 +185,7 @@ def _add_config_commands(config: argparse.ArgumentParser) -> None:
     schema = config_commands.add_parser("schema", help="print the JSON schema of a run's config")
     schema.set_defaults(command=_config_schema)
     check = config_commands.add_parser("check", help="validate a config and print it resolved")
-    check.add_argument("file", type=Path, metavar="FILE", help="YAML file of the run")
+    check.add_argument("file", type=_path, metavar="FILE", help="YAML file of the run")
     _add_overrides(check, "phases.1.steps=20 or model.hidden_size=96")
     check.set_defaults(command=_config_check)
 
@@ -192,6 +193,14 @@ def _add_config_commands(config: argparse.ArgumentParser) -> None:
 def _add_overrides(parser: argparse.ArgumentParser, examples: str) -> None:
     help_text = f"changes of the config, such as {examples}"
     parser.add_argument("overrides", nargs="*", metavar="KEY.PATH=VALUE", help=help_text)
+
+
+def _path(text: str) -> Path:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(
+            f"must not hold the character NUL, which no path can have, got {text!r}"
+        )
+    return Path(text)
 
 
 def _positive(text: str) -> int:
@@ -203,6 +212,9 @@ def _positive(text: str) -> int:
 
 def _temperature(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    if value != 0 and not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
+        raise argparse.ArgumentTypeError(
+            f"must be 0 (greedy) or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, got "
+            f"{text}"
+        )
     return value

@@ -116,6 +116,8 @@ def test_overrides_stand_before_and_after_options(
         ["sample", "run", "1 + 1 =", "--num", "0"],
         ["sample", "run", "1 + 1 =", "--temperature", "-1"],
         ["sample", "run", "1 + 1 =", "--temperature", "nan"],
+        ["sample", "run", "1 + 1 =", "--temperature", "1e-300"],
+        ["train", "run.yaml", "--run-dir", "a\0b"],
         ["sample", "run", "1 + 1 =", "--max-tokens", "x"],
     ],
 )

@@ -4,9 +4,9 @@ Here: `Config`, `UserError`, `ConfigError`. YAML and command-line overrides are 
 """
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
@@ -59,6 +59,16 @@ class Config(BaseModel):
         if errors:
             raise ValidationError.from_exception_data(cls.__name__, errors)
         return values
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise PydanticCustomError("nul", "must not hold the character NUL, which no path can have")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_without_nul)]
+"""A path or a text with one."""
 
 
 def _booleans(value: object) -> Iterator[bool]:

@@ -4,10 +4,14 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from fastrl.config.base import Config
+from fastrl.config.base import Config, PathText
 
 QUESTION = "{question}"
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 1e3
+"""Beyond them logits overflow, or all tokens are equally likely in fp32."""
 
 
 class CharacterTokenizerConfig(Config):
@@ -35,7 +39,7 @@ class FileTokenizerConfig(Config):
     type: Literal["file"] = "file"
     """Names the kind of tokenizer."""
 
-    path: str
+    path: PathText
     """A tokenizer.json, relative to the current folder."""
 
     end_token: str
@@ -68,11 +72,11 @@ class ReasoningGymConfig(Config):
     prompt: str = QUESTION
     """The prompt; `{question}` stands for the question. Default: the question alone."""
 
-    train_prompts: int = Field(default=8192, gt=0)
+    train_prompts: int = Field(default=8192, gt=0, le=10**7)
     """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
     time, are left out."""
 
-    heldout_prompts: int = Field(default=512, gt=0)
+    heldout_prompts: int = Field(default=512, gt=0, le=10**6)
     """Different prompts to be drawn for evaluation, which training never sees."""
 
     @field_validator("config")
@@ -110,22 +114,33 @@ class ReasoningGymConfig(Config):
 class SamplerConfig(Config):
     """The built-in sampler, for rollouts, evaluation and `fastrl sample`."""
 
-    max_new_tokens: int = Field(default=64, gt=0)
+    max_new_tokens: int = Field(default=64, gt=0, le=2**24)
     """Longest completion, its end token included. A completion that has not ended by then counts as
     no answer."""
 
-    max_batch_size: int = Field(default=1024, gt=0)
+    max_batch_size: int = Field(default=1024, gt=0, le=2**24)
     """Most completions that are sampled at a time; bounds the key-value cache."""
 
 
 class EvaluationConfig(Config):
     """Scoring on the held-out prompts, before each phase, after the last and by `fastrl eval`."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=HIGHEST_TEMPERATURE)
     """Of sampling; 0 takes the most likely token each time (greedy)."""
 
-    samples_per_prompt: int = Field(default=1, gt=0)
+    samples_per_prompt: int = Field(default=1, gt=0, le=10**6)
     """Completions of each held-out prompt; the reward is the mean over all."""
 
     every: int | None = Field(default=None, gt=0)
     """Steps of a phase between evaluations; none within phases by default."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0 < temperature < LOWEST_TEMPERATURE:
+            raise PydanticCustomError(
+                "temperature",
+                "must be 0 (greedy) or at least {least}, got {found}",
+                {"least": LOWEST_TEMPERATURE, "found": temperature},
+            )
+        return temperature

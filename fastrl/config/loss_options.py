@@ -11,6 +11,9 @@ Normalisation = Literal["tokens", "documents", "groups", "constant"]
 RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
 """Of the ratio of new to old policy; `LanguageModelPolicyGradientLoss` defines each."""
 
+HIGHEST_RATIO = 1e9
+"""Bounds and weights beyond it have no effect: ratios saturate at exp(20)."""
+
 
 class LossConfig(Config):
     """What every loss shares."""
@@ -23,7 +26,7 @@ class LossConfig(Config):
     weight: float = 1.0
     """Factor on this loss in the sum over the head's losses."""
 
-    logits_scale: float = Field(default=1.0, gt=0)
+    logits_scale: float = Field(default=1.0, ge=1e-3, le=1e3)
     """This loss sees the logits times this factor, as if its temperature were so many times lower.
     Losses of equal scale share one pass over the logits."""
 
@@ -32,7 +35,7 @@ class LossConfig(Config):
     the batch. `groups`: each prompt group's token mean / groups in the batch. `constant`: sum /
     (documents in the batch * `length`), as in Dr. GRPO."""
 
-    length: int | None = Field(default=None, gt=0)
+    length: int | None = Field(default=None, gt=0, le=10**9)
     """Tokens a document counts as under `normalisation: constant`, for example the completion
     limit; only there."""
 
@@ -59,7 +62,7 @@ class KLConfig(Config):
     KL(reference, policy).
     """
 
-    coefficient: float = Field(gt=0)
+    coefficient: float = Field(gt=0, le=HIGHEST_RATIO)
     """Factor on the term (beta)."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -120,10 +123,10 @@ class RolloutCorrectionConfig(Config):
     mode: Literal["truncate", "mask"] = "truncate"
     """Weights outside of the bounds are set to the bound (`truncate`), or to 0 (`mask`)."""
 
-    low: float | None = Field(default=None, gt=0)
+    low: float | None = Field(default=None, gt=0, le=HIGHEST_RATIO)
     """Lower bound of the weights; none by default."""
 
-    high: float | None = Field(default=2.0, gt=0)
+    high: float | None = Field(default=2.0, gt=0, le=HIGHEST_RATIO)
     """Upper bound of the weights; none with null."""
 
     @model_validator(mode="after")

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from fastrl.config.base import Config
 from fastrl.config.losses import DEFAULT_INITIALIZER_RANGE, HeadOptions
 
+TokenId = Annotated[int, Field(ge=0)]
+
 
 class DefaultRopeConfig(Config):
     """Rotary position embedding without scaling."""
@@ -66,36 +68,40 @@ class LlamaConfig(Config):
 
     type: Literal["llama"] = "llama"
 
-    vocab_size: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0, le=2**24)
     """Number of token ids. None: the trainer takes the tokenizer's; a model cannot be built from a
     config where it is still None."""
 
-    padded_vocab_size: int | None = Field(default=None, gt=0)
+    padded_vocab_size: int | None = Field(default=None, gt=0, le=2**24)
     """Rows of the embedding and of the head, when more than `vocab_size`: the rest is padding,
     which no probability goes to."""
 
-    hidden_size: int = Field(default=128, gt=0)
+    hidden_size: int = Field(default=128, gt=0, le=2**20)
     """Width of the residual stream."""
 
     intermediate_size: int = Field(
-        default_factory=lambda config: -(-8 * config["hidden_size"] // (3 * 32)) * 32, gt=0
+        default_factory=lambda config: -(-8 * config["hidden_size"] // (3 * 32)) * 32,
+        gt=0,
+        le=2**22,
     )
     """Width of the gated MLP. Default: 8/3 of `hidden_size`, rounded up to a multiple of 32."""
 
-    num_hidden_layers: int = Field(default=4, gt=0)
+    num_hidden_layers: int = Field(default=4, gt=0, le=10_000)
     """Number of decoder layers."""
 
-    num_attention_heads: int = Field(default=4, gt=0)
+    num_attention_heads: int = Field(default=4, gt=0, le=2**20)
     """Number of query heads."""
 
     num_key_value_heads: int = Field(
-        default_factory=lambda config: config["num_attention_heads"], gt=0
+        default_factory=lambda config: config["num_attention_heads"], gt=0, le=2**20
     )
     """Number of key and value heads, a divisor of `num_attention_heads` (grouped-query attention).
     Default: `num_attention_heads`."""
 
     head_dim: int = Field(
-        default_factory=lambda config: config["hidden_size"] // config["num_attention_heads"], gt=0
+        default_factory=lambda config: config["hidden_size"] // config["num_attention_heads"],
+        gt=0,
+        le=2**20,
     )
     """Size of one head, even. Default: hidden_size / num_attention_heads."""
 
@@ -103,7 +109,7 @@ class LlamaConfig(Config):
     """Longest document the model is meant for. Written to config.json for other programs; no
     position is refused here."""
 
-    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square in RMSNorm."""
 
     rope: RopeConfig = DefaultRopeConfig()
@@ -118,7 +124,7 @@ class LlamaConfig(Config):
     tie_word_embeddings: bool = False
     """Whether the head's weight is the embedding's, one parameter."""
 
-    initializer_range: float = Field(default=DEFAULT_INITIALIZER_RANGE, ge=0)
+    initializer_range: float = Field(default=DEFAULT_INITIALIZER_RANGE, ge=1e-6, le=100)
     """Standard deviation of the normal distribution that weights start from."""
 
     attention_implementation: Literal["auto", "per_document", "flex"] = "auto"
@@ -132,7 +138,7 @@ class LlamaConfig(Config):
     bos_token_id: int | None = Field(default=None, ge=0)
     """Id of the token that begins a text. Written to config.json for other programs."""
 
-    eos_token_id: int | tuple[int, ...] | None = None
+    eos_token_id: TokenId | tuple[TokenId, ...] | None = None
     """Id (or ids) of the token that ends a text. Written to config.json for other programs."""
 
     pad_token_id: int | None = None

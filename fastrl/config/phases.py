@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from fastrl.config.base import Config
+from fastrl.config.base import Config, PathText
+from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from fastrl.config.losses import AnyLossConfig
 
 
@@ -15,7 +16,7 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """After the warm-up."""
 
-    warmup_updates: int = Field(default=0, ge=0)
+    warmup_updates: int = Field(default=0, ge=0, le=10**6)
     """Updates over which the learning rate rises linearly: update i of n takes i / n of it."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -30,13 +31,13 @@ class OptimizerConfig(Config):
     )
     """Decay of the means of the gradient and of its square."""
 
-    epsilon: float = Field(default=1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the mean square."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay of the weight matrices; norms and biases have none."""
 
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, ge=1e-6)
     """Gradients are scaled down to this norm over all parameters; null: never."""
 
 
@@ -46,7 +47,7 @@ class PhaseConfig(Config):
     name: str | None = None
     """In the display and in file names. Default: the phase's type."""
 
-    steps: int = Field(gt=0)
+    steps: int = Field(gt=0, le=10**9)
     """Number of steps."""
 
     losses: dict[str, AnyLossConfig] | None = None
@@ -76,7 +77,7 @@ class SupervisedPhaseConfig(PhaseConfig):
     type: Literal["supervised"] = "supervised"
     """Names the kind of phase."""
 
-    documents_per_step: int = Field(default=128, gt=0)
+    documents_per_step: int = Field(default=128, gt=0, le=10**7)
     """Prompts with their answers, for one update a step."""
 
 
@@ -86,13 +87,13 @@ class SamplerRolloutsConfig(Config):
     type: Literal["sampler"] = "sampler"
     """Names the source."""
 
-    prompts_per_step: int = Field(default=32, gt=0)
+    prompts_per_step: int = Field(default=32, gt=0, le=10**6)
     """Different prompts in a step."""
 
-    group_size: int = Field(default=16, gt=1)
+    group_size: int = Field(default=16, gt=1, le=10**6)
     """Completions of each prompt; their rewards are compared with one another."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     """Of sampling and of the log-probabilities in the loss."""
 
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
@@ -106,10 +107,10 @@ class FileRolloutsConfig(Config):
     type: Literal["files"] = "files"
     """Names the source."""
 
-    paths: tuple[str, ...] = Field(min_length=1)
+    paths: tuple[PathText, ...] = Field(min_length=1)
     """JSONL and Parquet files, relative to the current folder. All are read when the run begins."""
 
-    documents_per_step: int = Field(default=128, gt=0)
+    documents_per_step: int = Field(default=128, gt=0, le=10**7)
     """Documents of a step. Groups stay whole, so a step takes groups until it has at least so many.
     All groups come, in random order, before any comes again."""
 
@@ -152,11 +153,11 @@ class RLPhaseConfig(PhaseConfig):
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
 
-    mini_batches: int = Field(default=1, gt=0)
+    mini_batches: int = Field(default=1, gt=0, le=10**6)
     """Parts that a step's rollouts are split into, one update each. After the first update the
     model differs from the one that sampled, and the ratio from 1."""
 
-    epochs: int = Field(default=1, gt=0)
+    epochs: int = Field(default=1, gt=0, le=10**6)
     """Times that a step's rollouts are used."""
 
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fastrl.config.loss_options import (
+    HIGHEST_RATIO,
     EntropyConfig,
     KLConfig,
     LossConfig,
@@ -53,11 +54,11 @@ class ClippedLossConfig(PolicyGradientLossConfig):
     epsilon_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped from below at 1 - `epsilon_low`."""
 
-    epsilon_high: float = Field(default=0.2, ge=0)
+    epsilon_high: float = Field(default=0.2, ge=0, le=HIGHEST_RATIO)
     """The ratio is clipped from above at 1 + `epsilon_high`; larger than `epsilon_low` is DAPO's
     clip-higher."""
 
-    delta: float | None = Field(default=None, gt=1)
+    delta: float | None = Field(default=None, gt=1, le=HIGHEST_RATIO)
     """Largest ratio that counts where the advantage is below 0 (two-sided or dual clip); none by
     default."""
 
@@ -96,7 +97,7 @@ class DocumentRatioLossConfig(ClippedLossConfig):
     epsilon_low: float = Field(default=3e-4, ge=0, le=1)
     """The ratio is clipped from below at 1 - `epsilon_low`; the paper's value."""
 
-    epsilon_high: float = Field(default=4e-4, ge=0)
+    epsilon_high: float = Field(default=4e-4, ge=0, le=HIGHEST_RATIO)
     """The ratio is clipped from above at 1 + `epsilon_high`; the paper's value."""
 
 
@@ -123,7 +124,7 @@ class LUSPOLossConfig(DocumentRatioLossConfig):
     normalisation: Literal["constant"] = "constant"
     """The sum over tokens / documents in the batch: each document weighs its length."""
 
-    length: int = Field(default=1, gt=0)
+    length: int = Field(default=1, gt=0, le=10**9)
     """Divides the loss; 1 in the paper."""
 
 
@@ -140,7 +141,7 @@ class CISPOLossConfig(PolicyGradientLossConfig):
     """The ratio is clipped from below at 1 - `epsilon_low`; not at all by default, as in the
     paper."""
 
-    epsilon_high: float = Field(default=4.0, ge=0)
+    epsilon_high: float = Field(default=4.0, ge=0, le=HIGHEST_RATIO)
     """The ratio is clipped from above at 1 + `epsilon_high`; 4 is the cap of 5 of ScaleRL."""
 
 
@@ -157,10 +158,10 @@ class SAPOLossConfig(PolicyGradientLossConfig):
     normalisation: Normalisation = "documents"
     """As in the other losses; the paper weighs each document once."""
 
-    tau_positive: float = Field(default=1.0, gt=0)
+    tau_positive: float = Field(default=1.0, gt=0, le=HIGHEST_RATIO)
     """Steepness of the gate where the advantage is above 0."""
 
-    tau_negative: float = Field(default=1.05, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0, le=HIGHEST_RATIO)
     """Steepness of the gate elsewhere."""
 
 
@@ -173,10 +174,10 @@ class GMPOLossConfig(PolicyGradientLossConfig):
     normalisation: Normalisation = "documents"
     """As in the other losses; the paper weighs each document once."""
 
-    epsilon_low: float = Field(default=0.4, ge=0)
+    epsilon_low: float = Field(default=0.4, ge=0, le=HIGHEST_RATIO)
     """A token's log-ratio is clipped from below at -`epsilon_low`: the ratio at its exponential."""
 
-    epsilon_high: float = Field(default=0.4, ge=0)
+    epsilon_high: float = Field(default=0.4, ge=0, le=HIGHEST_RATIO)
     """A token's log-ratio is clipped from above at `epsilon_high`: the ratio at its exponential."""
 
 
@@ -186,16 +187,16 @@ class VESPOLossConfig(PolicyGradientLossConfig):
     type: Literal["vespo"] = "vespo"
     """Names the loss."""
 
-    power_positive: float = Field(default=2.0, gt=0)
+    power_positive: float = Field(default=2.0, gt=0, le=HIGHEST_RATIO)
     """k in W^k exp(rate (1 - W)) where the advantage is at least 0."""
 
-    rate_positive: float = Field(default=3.0, gt=0)
+    rate_positive: float = Field(default=3.0, gt=0, le=HIGHEST_RATIO)
     """The rate where the advantage is at least 0."""
 
-    power_negative: float = Field(default=3.0, gt=0)
+    power_negative: float = Field(default=3.0, gt=0, le=HIGHEST_RATIO)
     """k where the advantage is below 0."""
 
-    rate_negative: float = Field(default=2.0, gt=0)
+    rate_negative: float = Field(default=2.0, gt=0, le=HIGHEST_RATIO)
     """The rate where the advantage is below 0."""
 
     @model_validator(mode="after")
@@ -219,15 +220,15 @@ class DPPOLossConfig(PolicyGradientLossConfig):
     """Of the two-way split into the label and the rest: total variation |p - p_old|, or
     KL(old, new)."""
 
-    epsilon_low: float = Field(default=0.2, gt=0)
+    epsilon_low: float = Field(default=0.2, gt=0, le=HIGHEST_RATIO)
     """Where the advantage is below 0, a token whose probability fell by a divergence of more is
     masked; 0.05 by default under `divergence: kl`."""
 
-    epsilon_high: float = Field(default=0.2, gt=0)
+    epsilon_high: float = Field(default=0.2, gt=0, le=HIGHEST_RATIO)
     """Where the advantage is above 0, a token whose probability rose by a divergence of more is
     masked; 0.05 by default under `divergence: kl`."""
 
-    max_ratio: float | None = Field(default=20.0, gt=1)
+    max_ratio: float | None = Field(default=20.0, gt=1, le=HIGHEST_RATIO)
     """The detached ratio that weighs a token is truncated here; not at all with null."""
 
     @model_validator(mode="before")

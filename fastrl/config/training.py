@@ -3,11 +3,13 @@
 Model, losses, environment and phases have modules of their own.
 """
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from fastrl.config.base import Config
+from fastrl.config.base import Config, PathText
 from fastrl.config.environment import (
     CharacterTokenizerConfig,
     EvaluationConfig,
@@ -31,7 +33,7 @@ class PretrainedLlamaConfig(Config):
     type: Literal["pretrained"] = "pretrained"
     """Names the kind of model."""
 
-    path: str
+    path: PathText
     """Folder with config.json and safetensors, relative to the current folder."""
 
     head: HeadOptions = HeadOptions()
@@ -70,13 +72,13 @@ class CheckpointConfig(Config):
 class ParallelConfig(Config):
     """Sizes of the axes that a run is spread over; they multiply to the number of processes."""
 
-    data: int = Field(default=1, gt=0)
+    data: int = Field(default=1, gt=0, le=10**6)
     """Ranks with different documents."""
 
-    sequence_data: int = Field(default=1, gt=0)
+    sequence_data: int = Field(default=1, gt=0, le=10**6)
     """Ranks with pieces of the same packed sequence (context parallel)."""
 
-    tensor: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0, le=10**6)
     """Ranks with shards of the weights."""
 
     sequence_parallel: bool = False
@@ -86,7 +88,7 @@ class ParallelConfig(Config):
     """Which slots of a packed sequence a sequence-data rank holds: one chunk, or two that even out
     the work of causal attention in long documents."""
 
-    micro_sequences: int = Field(default=1, gt=0)
+    micro_sequences: int = Field(default=1, gt=0, le=10**6)
     """Pieces that a packed sequence is run in, one after the other: activation memory is that of a
     piece, for one more forward pass of the layers."""
 
@@ -127,7 +129,7 @@ class RunConfig(Config):
     dtype: Literal["float32", "float64"] = "float32"
     """Of parameters, activations and optimizer states."""
 
-    num_threads: int | None = Field(default=None, gt=0)
+    num_threads: int | None = Field(default=None, gt=0, le=4096)
     """CPU threads of torch; default: torch's choice."""
 
     model: ModelConfig = LlamaConfig()
@@ -157,6 +159,17 @@ class RunConfig(Config):
 
     parallel: ParallelConfig = ParallelConfig()
     """How the run is spread over processes."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,2})?", device) is None:
+            raise PydanticCustomError(
+                "device",
+                "must be `auto`, `cpu`, `cuda` or `cuda:N`, got {found}",
+                {"found": repr(device)},
+            )
+        return device
 
     def losses_of(self, phase: PhaseConfig) -> dict[str, AnyLossConfig]:
         """Returns the losses of a phase: its own, or the model's."""

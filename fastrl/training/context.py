@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +75,6 @@ def build_context(
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise UserError(f"`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got {name!r}")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
@@ -113,6 +110,8 @@ def _build_llama(
         llama_config = model.model_copy(update=update)
         source = "`model`"
     assert llama_config.vocab_size is not None
+    if folder is None:
+        _check_end_token(llama_config)
     if llama_config.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"{source}: `vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, got "
@@ -130,3 +129,14 @@ def _build_llama(
     llama = empty_llama(llama_config, processes, dtype)
     load_weights(llama, folder)
     return llama
+
+
+def _check_end_token(config: LlamaConfig) -> None:
+    ids = config.eos_token_id
+    assert config.vocab_size is not None
+    for token in ids if isinstance(ids, tuple) else [ids or 0]:
+        if token >= config.vocab_size:
+            raise UserError(
+                f"`model.eos_token_id` must be below the vocabulary size {config.vocab_size}, got "
+                f"{token}"
+            )

@@ -73,6 +73,76 @@ def test_a_config_that_does_not_serve(
     assert error.count("\n") == 1
 
 
+RL21 = [
+    "num_threads=1" + "0" * 30,
+    "device=cuda:99999999999999999999",
+    f"evaluation.samples_per_prompt={2**64}",
+    f"phases.1.rollouts.group_size={10**21}",
+    f"environment.train_prompts={10**21}",
+    "phases.1.losses.policy.epsilon_high=1e39",
+    f"phases.1.losses.policy={{type: grpo, normalisation: constant, length: {10**30}}}",
+    "evaluation.temperature=1e-300",
+    "model.initializer_range=1e300",
+    f"model.vocab_size={2**40}",
+    f"model.num_hidden_layers={10**9}",
+    f"environment.heldout_prompts={10**12}",
+    f"phases.0.documents_per_step={10**21}",
+    f"phases.1.mini_batches={10**18}",
+    'model={type: pretrained, path: "a\\0b"}',
+]
+
+RL22 = [
+    "model.eos_token_id=-5",
+    "model.rms_norm_eps=1e300",
+    "model.initializer_range=0",
+    "phases.0.optimizer.epsilon=1e300",
+    "phases.0.optimizer.max_grad_norm=1e-300",
+    f"phases.0.optimizer.warmup_updates={10**30}",
+    "phases.1.rollouts.temperature=1e300",
+    "phases.1.losses.policy.logits_scale=1e-300",
+]
+
+
+def _refused_by_check(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> tuple[str, str]:
+    """The message of `config check`, that of `train` being the same, and the path it names."""
+    assert main(["config", "check", str(write_tiny(folder)), override]) == 2
+    checked = capsys.readouterr().err.removeprefix("fastrl: error: ")
+    assert _error(folder, capsys, override) == checked
+    assert checked.count("\n") == 1
+    origin, _, rest = checked.partition(": `")
+    assert origin == f"override `{override}`"[: len(origin)]
+    return checked, rest.split("`")[0]
+
+
+@pytest.mark.parametrize("override", RL21, ids=lambda override: override[:50])
+def test_rl21_values_that_no_run_can_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    message, path = _refused_by_check(tmp_path, capsys, override)
+    assert path.startswith(override.split("=")[0])
+    assert " must " in message
+
+
+@pytest.mark.parametrize("override", RL22, ids=lambda override: override[:50])
+def test_rl22_values_that_nothing_is_learned_with_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    message, path = _refused_by_check(tmp_path, capsys, override)
+    assert path == override.split("=")[0]
+    assert " must be " in message
+
+
+@pytest.mark.parametrize("size", ["", "model.vocab_size=40"])
+def test_rl22_an_end_token_outside_of_the_vocabulary_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    error = _error(tmp_path, capsys, "model.eos_token_id=[0, 99]", *filter(None, [size]))
+    wanted = 40 if size else 15
+    assert error == (f"`model.eos_token_id` must be below the vocabulary size {wanted}, got 99\n")
+
+
 def test_a_folder_that_is_in_use_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

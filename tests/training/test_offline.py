@@ -14,7 +14,6 @@ from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
 from fastrl.training.log_files import read_metrics
 from tests.helpers.runs import FinishedRun, begin_phase, final_weights, tiny_context
-from tests.training.conftest import FinishedRun
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 
