@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from fastrl.config.aliases import ALIASES, TYPE_ALIASES
 from fastrl.config.base import Config, UserError
 from fastrl.config.import_path import is_import_path
 from fastrl.config.loss_options import LossConfig
@@ -195,7 +196,9 @@ def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
         return f"{path} must have a `type`, one of {_listed(tags)}"
     if kind == "union_tag_invalid":
         tag = str(value.get("type"))
-        hint = _hint(_close(tag, tags))
+        alias = TYPE_ALIASES.get(tag.lower().replace("-", "_"), "")
+        known = any(alias.startswith(f"`{name}`") for name in tags)
+        hint = f"; did you mean {alias}?" if known else _hint(_close(tag, tags))
         return f"{path} must have a `type`, one of {_listed(tags)}, got `{tag}`{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return "must be a section of keys and values"
@@ -228,8 +231,11 @@ def _unknown_key(place: _Place, root: type[Config]) -> str:
     elsewhere = {path[-1]: ".".join(path) for path in reversed(list(_key_paths(root)))}
     others = [tag for m in place.members if key in m.model_fields for tag in _types(m)]
     similar = key.replace("-", "_")
+    aliases = _aliases(similar, own, parents[-1] if parents else "")
     if similar in own:
         remedy = f"; did you mean `{similar}`?"
+    elif aliases:
+        remedy = f"; did you mean {' or '.join(f'`{alias}`' for alias in aliases)}?"
     elif others:
         remedy = f": it belongs to type {_listed(others)}"
     elif similar in elsewhere:
@@ -239,6 +245,18 @@ def _unknown_key(place: _Place, root: type[Config]) -> str:
     else:
         remedy = _hint(_close(similar, own)) or f"; its keys are {_listed(own)}"
     return f"unknown key `{key}` {section}{remedy}"
+
+
+def _aliases(key: str, own: Sequence[str], section: str) -> list[str]:
+    """What a key of another project is called here, as far as the section has it."""
+    found = []
+    for path in ALIASES.get(key, ()):
+        first, _, rest = path.partition(".")
+        if first in own:
+            found.append(path)
+        elif first == section and rest.partition(".")[0] in own:
+            found.append(rest)
+    return found
 
 
 def _key_paths(

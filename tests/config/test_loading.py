@@ -181,6 +181,59 @@ def test_y2_a_loss_refuses_the_keys_of_another_loss() -> None:
     assert "`gspo`" in message
 
 
+LOSS = "phases.0.losses.policy"
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            {"type": "grpo", "epsilon": 0.2},
+            f"unknown key `epsilon` in `{LOSS}` (type `grpo`); did you mean `epsilon_low` or"
+            " `epsilon_high`?",
+        ),
+        (
+            {"type": "gspo", "clip-ratio-low": 0.2},
+            f"unknown key `clip-ratio-low` in `{LOSS}` (type `gspo`); did you mean `epsilon_low`?",
+        ),
+        (
+            {"type": "grpo", "beta": 0.2},
+            f"unknown key `beta` in `{LOSS}` (type `grpo`); did you mean `kl.coefficient`?",
+        ),
+        (
+            {"type": "grpo", "kl": {"coefficient": 1, "beta": 0.2}},
+            f"unknown key `beta` in `{LOSS}.kl`; did you mean `coefficient`?",
+        ),
+        (
+            {"type": "grpo", "loss_type": "dapo"},
+            f"unknown key `loss_type` in `{LOSS}` (type `grpo`); did you mean `type` or"
+            " `normalisation`?",
+        ),
+        (
+            {"type": "cross_entropy", "clip_ratio_c": 3},
+            f"unknown key `clip_ratio_c` in `{LOSS}` (type `cross_entropy`); its keys are",
+        ),
+        ({"type": "ppo"}, "got `ppo`; did you mean `grpo` (the clipped surrogate)?"),
+        ({"type": "DAPO"}, "got `DAPO`; did you mean `grpo` with `preset: dapo`?"),
+        ({"type": "rloo"}, "did you mean `reinforce`, with `advantage.baseline: leave_one_out`"),
+        ({"type": "grop"}, "got `grop`; did you mean `grpo`?"),
+    ],
+)
+def test_names_of_other_projects_are_told_by_their_name_here(
+    loss: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            RunConfig, {"phases": [{"type": "rl", "steps": 1, "losses": {"policy": loss}}]}
+        )
+    assert message in str(caught.value)
+
+
+def test_a_phase_is_no_loss_that_another_project_names() -> None:
+    with pytest.raises(ConfigError, match=r"one of `supervised`, `rl`, got `ppo`$"):
+        parse_config(RunConfig, {"phases": [{"type": "ppo", "steps": 1}]})
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fastrl import LanguageModelHead
-from fastrl.config import GRPOLossConfig
+from fastrl.config import GRPOLossConfig, PolicyGradientLossConfig
+from fastrl.config.aliases import ALIASES, TYPE_ALIASES
 from fastrl.config.losses import BuiltInLossConfig
 from fastrl.functional.reference import losses as reference_losses
 from tests.helpers.loss_cases import (
@@ -42,6 +43,41 @@ def test_presets_are_as_documented(preset: str) -> None:
     shown = dict(re.findall(r"`(\w+): ([\w.]+)`", row))
     values = {name: str(value) for name, value in GRPOLossConfig.PRESETS[preset].items()}
     assert shown == values
+
+
+# Values of keys.
+NO_KEYS = {"mse", "low_var_kl", "tis", "icepop", "seq", "constant", "documents"}
+NO_KEYS |= {"gpg", "cispo", "gspo", "k1", "k3", "straight_through"}
+
+
+def test_messages_know_the_names_elsewhere_that_the_documents_list() -> None:
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    table = text.split("### Their names elsewhere")[1].split("###")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 10
+    for here, *elsewhere in rows:
+        if "with_kl_in_rewards" in here:  # is done to the data
+            continue
+        keys = {"type", *re.findall(r"`(\w+)", here)}
+        for name in {*re.findall(r"`(\w+)", " ".join(elsewhere))} - keys - NO_KEYS:
+            assert {path.partition(".")[0] for path in ALIASES[name]} & keys, name
+
+
+def test_the_names_of_the_messages_are_no_keys_and_what_they_stand_for_is_there() -> None:
+    for name, paths in ALIASES.items():
+        for path in paths:
+            first, *rest = path.split(".")
+            sections = [config for config in BUILT_IN if first in config.model_fields]
+            assert sections, path
+            assert not any(name in config.model_fields for config in sections), name
+            if rest:
+                options = PolicyGradientLossConfig.model_fields[first].annotation
+                for key in rest:
+                    (section,) = (item for item in get_args(options) if item is not type(None))
+                    options = section.model_fields[key].annotation
+    for name, loss in TYPE_ALIASES.items():
+        assert name not in TYPES
+        assert re.match(r"`(\w+)`", loss)[1] in TYPES  # type: ignore[index]
 
 
 def test_adding_a_loss_works_as_documented() -> None:
