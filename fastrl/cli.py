@@ -116,6 +116,10 @@ def _config_check(arguments: argparse.Namespace) -> int:
     from fastrl.config import RunConfig, dump_config, load_config
 
     config = load_config(RunConfig, arguments.file, arguments.overrides)
+    if config.environment is not None:
+        from fastrl.training.environment import ReasoningGymEnvironment
+
+        ReasoningGymEnvironment(config.environment, config.seed)
     print(f"# {arguments.file} is valid. With its overrides and all defaults:")
     print(dump_config(config), end="")
     return 0

@@ -176,9 +176,11 @@ class RunConfig(Config):
         return self.model.head.losses if phase.losses is None else phase.losses
 
     def required_columns(self, phase: PhaseConfig) -> frozenset[str]:
-        """The optional columns of `BatchKwargs` that the losses of a phase need."""
+        """The optional columns of `BatchKwargs` that the losses of a phase and the head need."""
         losses = self.losses_of(phase).values()
-        return frozenset[str]().union(*(loss.required_columns() for loss in losses))
+        columns = frozenset[str]().union(*(loss.required_columns() for loss in losses))
+        keep = self.model.head.keep
+        return columns | {"kept_tokens"} if keep is not None and keep.recorded else columns
 
     def phase_name(self, index: int) -> str:
         """Returns the name of a phase: its own, or its type, with its number where not alone."""
@@ -201,6 +203,11 @@ class RunConfig(Config):
                 raise ValueError(
                     f"{where} is supervised and has no advantages, so `phases.{index}.losses` must"
                     f" have no policy-gradient loss, got {_listed(losses)}; `cross_entropy` is one"
+                )
+            if phase.type == "supervised" and "kept_tokens" in self.required_columns(phase):
+                raise ValueError(
+                    f"{where} is supervised and has no `kept_tokens`, so `model.head.keep.recorded`"
+                    " must not be given; it is for `rollouts` of type `files`"
                 )
             if phase.type == "rl" and not has_policy_loss:
                 raise ValueError(

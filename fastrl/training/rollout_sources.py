@@ -225,7 +225,7 @@ class FileRollouts:
     Args:
         config: files and documents a step.
         advantage: from rewards to advantages, where a document has none of its own.
-        columns: of the batch that the losses need, and so the files must have.
+        columns: of the batch that the losses and the head need, and so the files must have.
         files: of the run.
         seed: of the order of groups.
 
@@ -255,6 +255,13 @@ class FileRollouts:
                 groups[path, document.group_id is None, group_id].append(document)
         if not groups:
             raise UserError(f"{', '.join(config.paths)}: no documents")
+        if "kept_tokens" in columns:
+            for where, document in named:
+                if document.kept_tokens is None:
+                    raise UserError(
+                        f"{where}: `kept_tokens` is required with `model.head.keep.recorded: true`,"
+                        " got none"
+                    )
         _check_same_columns(named)
         self.items = ShuffledItems(list(groups.values()), seed)
         self.longest = max(len(document.tokens) for group in groups.values() for document in group)

@@ -1,5 +1,6 @@
 """Mistakes end `fastrl` with one message and exit code 2, and leave nothing behind."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 from safetensors import SafetensorError
 
 from fastrl.cli import main
+from fastrl.data.documents import Document
+from fastrl.data.rollouts import write_rollouts
 from fastrl.training.optimizer import apply_update
 from tests.helpers.runs import write_tiny
 
@@ -208,6 +211,48 @@ def test_a_malformed_rollout_line_is_named(
     override = f"phases.1.rollouts={{type: files, paths: [{path}]}}"
     error = _error(tmp_path, capsys, override)
     assert error.startswith(f"{path}, line 1: `prompt_length` ")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["device=mps", "device=cuda:128", "environment.task=chain_summ", "environment.config.x=1"],
+)
+def test_the_check_refuses_what_a_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    config = write_tiny(tmp_path)
+    assert main(["config", "check", str(config), override]) == 2
+    out, checked = capsys.readouterr()
+    assert out == ""
+    assert checked == f"fastrl: error: {_error(tmp_path, capsys, override)}"
+
+
+@pytest.mark.parametrize("with_some", [False, True])
+def test_k23_files_without_the_recorded_sets_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], with_some: bool
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    document = Document(tokens=[1, 2, 0], prompt_length=1, logprobs=[-0.5, -0.5], advantage=1.0)
+    recorded = replace(document, kept_tokens=[[2, 3], [0]])
+    write_rollouts(path, [recorded, document] if with_some else [document, document])
+    phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
+    overrides = [f"phases=[{phase}]", "model.head.keep.recorded=true"]
+    error = _error(tmp_path, capsys, *overrides, "phases.0.losses={policy: {type: grpo}}")
+    number = 2 if with_some else 1
+    assert error == (
+        f"{path}, document {number}: `kept_tokens` is required with `model.head.keep.recorded:"
+        " true`, got none\n"
+    )
+    write_rollouts(path, [recorded, recorded])
+    arguments = [str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "run"), *overrides]
+    assert main(["train", *arguments, "phases.0.losses={policy: {type: grpo}}"]) == 0
+
+
+def test_k23_a_supervised_phase_has_no_recorded_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = _error(tmp_path, capsys, "model.head.keep.recorded=true")
+    assert "`phases.0` is supervised and has no `kept_tokens`, so `model.head.keep.rec" in error
 
 
 def test_packages_that_lack_are_named_before_anything_is_written(
