@@ -1,4 +1,4 @@
-"""What every config class shares, and the errors that are the user's to mend.
+"""The base of the config classes, and the errors that the user can correct.
 
 Here: `Config`, `UserError`, `ConfigError`. YAML and command-line overrides are in `loading.py`.
 """
@@ -72,7 +72,7 @@ PathText = Annotated[str, AfterValidator(_without_nul)]
 
 
 def _booleans(value: object) -> Iterator[bool]:
-    """Yields the booleans of a plain value, also those inside its lists and mappings."""
+    """The booleans of a plain value, also those inside its lists and mappings."""
     if isinstance(value, bool):
         yield value
     elif isinstance(value, dict):
@@ -84,7 +84,7 @@ def _booleans(value: object) -> Iterator[bool]:
 
 
 def _admits_booleans(annotation: Any) -> bool:
-    """Returns whether a boolean may stand somewhere in a value of this type.
+    """Whether a boolean may stand somewhere in a value of this type.
 
     A nested config answers for its own fields, so a type that contains one is not searched.
     """

@@ -126,7 +126,7 @@ class EvaluationConfig(Config):
     """Scoring on the held-out prompts, before each phase, after the last and by `fastrl eval`."""
 
     temperature: float = Field(default=1.0, ge=0, le=HIGHEST_TEMPERATURE)
-    """Of sampling; 0 takes the most likely token each time (greedy)."""
+    """Temperature of sampling; 0 takes the most likely token each time (greedy)."""
 
     samples_per_prompt: int = Field(default=1, gt=0, le=10**6)
     """Completions of each held-out prompt; the reward is the mean over all."""

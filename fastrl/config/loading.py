@@ -20,7 +20,7 @@ ConfigType = TypeVar("ConfigType", bound=Config)
 def load_config(
     config_class: type[ConfigType], path: str | os.PathLike[str], overrides: Sequence[str] = ()
 ) -> ConfigType:
-    """Returns the config that a YAML file and the overrides describe, later overrides last.
+    """The config that a YAML file and the overrides describe, later overrides last.
 
     Args:
         config_class: what the file is to be read as.
@@ -42,7 +42,7 @@ def parse_config(
     *,
     source: str = "config",
 ) -> ConfigType:
-    """Returns the config that plain values and the overrides describe.
+    """The config that plain values and the overrides describe.
 
     Args:
         config_class: what the values are to be read as.
@@ -68,7 +68,7 @@ def parse_config(
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the plain values of a YAML file whose top level is a mapping; `{}` for an empty file.
+    """The plain values of a YAML file whose top level is a mapping; `{}` for an empty file.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or is not a mapping.
@@ -90,7 +90,7 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """Returns the whole config as YAML, defaults included; it loads back as an equal config."""
+    """The whole config as YAML, defaults included; it loads back as an equal config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
@@ -132,7 +132,7 @@ def _parse_override(text: str) -> _Override:
 def _apply(
     node: Any, override: _Override, keys: tuple[str, ...], section_class: type[Config] | None
 ) -> Any:
-    """Returns `node` with the override's value at `keys`, making the sections that lack.
+    """`node` with the override's value at `keys`, and with the sections that were missing.
 
     A section that is made gets the `type` that the config has by default there, so that
     `rope.theta=5e5` changes the default `rope` and need not choose it first.
@@ -158,7 +158,7 @@ def _apply(
 
 
 def _section_class(parent: type[Config] | None, key: str) -> type[Config] | None:
-    """Returns the class that the section `key` has by default, None where there is none."""
+    """The class that the section `key` has by default, None where there is none."""
     field = parent.model_fields.get(key) if parent is not None else None
     if field is None:
         return None
@@ -174,14 +174,14 @@ def _new_section(section_class: type[Config] | None) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Returns the value with its own mappings and lists, which overrides may change."""
+    """The value with mappings and lists of its own, which overrides may change."""
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _origin(path: str, overrides: Sequence[_Override]) -> str | None:
-    """Returns the override that set the value at a path, the last of them; None if none did."""
+    """The override that set the value at a path, the last of them; None if none did."""
     for override in reversed(overrides):
         keys = ".".join(override.keys)
         if path == keys or path.startswith(f"{keys}."):

@@ -1,4 +1,4 @@
-"""What the losses share: normalisation, KL, rollout correction, masks, entropy."""
+"""Options that losses share: normalisation, KL, rollout correction, masks, entropy."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +16,7 @@ HIGHEST_RATIO = 1e9
 
 
 class LossConfig(Config):
-    """What every loss shares."""
+    """Options of every loss."""
 
     if TYPE_CHECKING:
         # Each loss declares it, after the fields that it shares. Of a loss that is no part of the
@@ -144,7 +144,7 @@ class RolloutCorrectionConfig(Config):
 
 
 class OffPolicyMaskConfig(Config):
-    """Drops tokens of negative advantage in documents that the policy has drifted away from.
+    """A mask on tokens of negative advantage in documents that the policy has drifted away from.
 
     A token is dropped when its advantage is below 0 and the mean over its document of
     behaviour_logprob - logprob exceeds the threshold. The denominator stays the original count.
@@ -158,7 +158,7 @@ class OffPolicyMaskConfig(Config):
 
 
 class AdaptiveEntropyConfig(Config):
-    """Moves the entropy bonus so that the entropy stays near a target.
+    """A controller of the entropy bonus that keeps the entropy near a target.
 
     After each optimizer step the bonus rises by `step` when the step's mean entropy was at most
     `target`, and falls by `step` otherwise, within [`low`, `high`]. It is applied in the next step
@@ -185,7 +185,7 @@ class AdaptiveEntropyConfig(Config):
 
 
 class EntropyConfig(Config):
-    """What the entropy of the policy does in the loss."""
+    """Terms of the loss that depend on the entropy of the policy."""
 
     bonus: float = Field(default=0.0, ge=0)
     """Factor on the mean entropy of the batch's labels, which is subtracted from the loss; the

@@ -1,4 +1,4 @@
-"""What a user reads about a config that is not valid: key path, requirement, remedy."""
+"""The messages about a config that is not valid: key path, requirement, remedy."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def _follows(details: ErrorDetails, parents: Collection[tuple[str | int, ...]]) 
 
 
 def _sentence(path: str, texts: Sequence[str], shown: str) -> str:
-    """Returns the texts about one value as a sentence; requirements get the path and the value."""
+    """The texts about one value as a sentence; requirements get the path and the value."""
     if all(text.startswith("must be ") for text in texts):
         wanted = " or ".join(text.removeprefix("must be ") for text in texts)
         return f"`{path or 'config'}` must be {wanted}, got {shown}"
@@ -84,7 +84,7 @@ def _sentence(path: str, texts: Sequence[str], shown: str) -> str:
 
 
 class _Place(NamedTuple):
-    """Where in the values an error is.
+    """The place of an error in the values.
 
     Attributes:
         path: keys and indices as the user wrote them.
@@ -102,7 +102,7 @@ class _Place(NamedTuple):
 
 
 def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Place:
-    """Returns the place that pydantic's `loc` means, without the tags of unions in it."""
+    """The place that pydantic's `loc` means, without the tags of unions in it."""
     path: list[str] = []
     node = values
     annotations: tuple[Any, ...] = (root,)
@@ -131,12 +131,12 @@ def _find(root: type[Config], values: object, loc: Sequence[str | int]) -> _Plac
 
 
 def _names_a_field(annotations: Sequence[Any], key: str | int) -> bool:
-    """Returns whether one of the classes has a field of this name."""
+    """Whether one of the classes has a field of this name."""
     return any(key in member.model_fields for item in annotations for member in _members(item))
 
 
 def _members(annotation: Any) -> list[type[Config]]:
-    """Returns the config classes that a value of this type may be."""
+    """The config classes that a value of this type may be."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
     if get_origin(annotation) in (dict, list, tuple):
@@ -148,7 +148,7 @@ def _members(annotation: Any) -> list[type[Config]]:
 
 
 def _items(annotation: Any) -> list[tuple[str, Any]]:
-    """Returns the types of the items of a list, tuple or mapping, each after a word for its key."""
+    """The types of the items of a list, tuple or mapping, each after a word for its key."""
     args = get_args(annotation)
     if get_origin(annotation) is dict:
         return [("<name>", args[1])]
@@ -158,13 +158,13 @@ def _items(annotation: Any) -> list[tuple[str, Any]]:
 
 
 def _types(member: type[Config]) -> tuple[str, ...]:
-    """Returns the values of `type` that choose this member of a union."""
+    """The values of `type` that choose this member of a union."""
     field = member.model_fields.get("type")
     return get_args(field.annotation) if field is not None else ()
 
 
 def _chosen(members: Sequence[type[Config]], node: object) -> type[Config] | None:
-    """Returns the member of a union that the `type` in the values chooses."""
+    """The member of a union that the `type` in the values chooses."""
     if len(members) == 1:
         return members[0]
     tag = _tag(node)
@@ -181,7 +181,7 @@ def _tag(node: object) -> object:
 
 
 def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
-    """Returns what is wrong: a requirement that begins with 'must be', or a whole sentence."""
+    """What is wrong: a requirement that begins with 'must be', or a whole sentence."""
     kind, value, message = details["type"], details["input"], details["msg"]
     path = f"`{'.'.join(place.path)}`" if place.path else "the config"
     tags = [tag for member in place.value_members for tag in _types(member)]
@@ -220,7 +220,7 @@ def _describe(details: ErrorDetails, place: _Place, root: type[Config]) -> str:
 
 
 def _unknown_key(place: _Place, root: type[Config]) -> str:
-    """Returns the sentence about a key that its section does not have, with the likely remedy."""
+    """The sentence about a key that its section does not have, with the likely remedy."""
     *parents, key = place.path
     section = f"in `{'.'.join(parents)}`" if parents else "at the top level"
     own: list[str] = []
@@ -262,7 +262,7 @@ def _aliases(key: str, own: Sequence[str], section: str) -> list[str]:
 def _key_paths(
     config_class: type[Config], above: tuple[type[Config], ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Yields the path of every key, sections before what is in them; `<name>`, `<index>`: any."""
+    """The path of every key, sections before what is in them; `<name>`, `<index>`: any."""
     if config_class in above:
         return
     fields = config_class.model_fields
@@ -275,7 +275,7 @@ def _key_paths(
 
 
 def _nested(annotation: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields a type and those of its items, each with the keys that lead there."""
+    """A type and those of its items, each with the keys that lead there."""
     yield (), annotation
     for key, item in _items(annotation):
         for prefix, inner in _nested(item):
@@ -283,7 +283,7 @@ def _nested(annotation: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _close(key: str, candidates: Sequence[str]) -> str | None:
-    """Returns the candidate that a misspelt key most likely meant."""
+    """The candidate that a misspelt key most likely meant."""
     return next(iter(get_close_matches(key, candidates, n=1)), None)
 
 
@@ -296,7 +296,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as it would stand in YAML, or what kind of collection it is."""
+    """A value as it would stand in YAML, or what kind of collection it is."""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list | tuple):

@@ -106,7 +106,7 @@ class LlamaConfig(Config):
     """Size of one head, even. Default: hidden_size / num_attention_heads."""
 
     max_position_embeddings: int = Field(default=2048, gt=0)
-    """Longest document the model is meant for. Written to config.json for other programs; no
+    """Longest document that the model is made for. Written to config.json for other programs; no
     position is refused here."""
 
     rms_norm_eps: float = Field(default=1e-5, gt=0, le=1)
@@ -128,9 +128,9 @@ class LlamaConfig(Config):
     """Standard deviation of the normal distribution that weights start from."""
 
     attention_implementation: Literal["auto", "per_document", "flex"] = "auto"
-    """How packed documents are kept apart. `per_document`: SDPA on documents of like length padded
-    to one length, any device. `flex`: FlexAttention with a block mask, CUDA only. `auto`: `flex` on
-    CUDA (but not in float64, which it lacks), else `per_document`."""
+    """How packed documents are kept apart. `per_document`: SDPA on documents of similar length,
+    padded to one length, any device. `flex`: FlexAttention with a block mask, CUDA only. `auto`:
+    `flex` on CUDA (but not in float64, which it lacks), else `per_document`."""
 
     activation_checkpointing: bool = False
     """Whether each decoder layer's activations are recomputed in backward instead of kept."""

@@ -14,13 +14,13 @@ class OptimizerConfig(Config):
     """AdamW with a learning-rate schedule; every phase starts a new one."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
-    """After the warm-up."""
+    """Learning rate after the warm-up."""
 
     warmup_updates: int = Field(default=0, ge=0, le=10**6)
     """Updates over which the learning rate rises linearly: update i of n takes i / n of it."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, over the updates of the phase."""
+    """Decay of the learning rate after the warm-up, over the updates of the phase."""
 
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the learning rate that `linear` and `cosine` end at."""
@@ -42,10 +42,10 @@ class OptimizerConfig(Config):
 
 
 class PhaseConfig(Config):
-    """What every phase of a run shares."""
+    """Options of every phase of a run."""
 
     name: str | None = None
-    """In the display and in file names. Default: the phase's type."""
+    """Name in the display and in file names. Default: the phase's type."""
 
     steps: int = Field(gt=0, le=10**9)
     """Number of steps."""
@@ -94,7 +94,7 @@ class SamplerRolloutsConfig(Config):
     """Completions of each prompt; their rewards are compared with one another."""
 
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
-    """Of sampling and of the log-probabilities in the loss."""
+    """Temperature of sampling and of the log-probabilities in the loss."""
 
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the ratio. `recompute`: the head's, in a pass of its own before the updates of
@@ -158,7 +158,7 @@ class RLPhaseConfig(PhaseConfig):
     model differs from the one that sampled, and the ratio from 1."""
 
     epochs: int = Field(default=1, gt=0, le=10**6)
-    """Times that a step's rollouts are used."""
+    """Number of passes over a step's rollouts."""
 
 
 AnyPhaseConfig = Annotated[SupervisedPhaseConfig | RLPhaseConfig, Field(discriminator="type")]

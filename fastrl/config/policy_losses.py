@@ -16,7 +16,7 @@ from fastrl.config.loss_options import (
 
 
 class PolicyGradientLossConfig(LossConfig):
-    """What every policy-gradient loss shares."""
+    """Options of every policy-gradient loss."""
 
     kl: KLConfig | None = None
     """A penalty on the KL divergence from the reference policy."""
@@ -146,7 +146,7 @@ class CISPOLossConfig(PolicyGradientLossConfig):
 
 
 class SAPOLossConfig(PolicyGradientLossConfig):
-    """A sigmoid gate in the place of the clip (SAPO, arXiv:2511.20347)."""
+    """A sigmoid gate instead of the clip (SAPO, arXiv:2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
     """Names the loss."""
@@ -211,7 +211,7 @@ class VESPOLossConfig(PolicyGradientLossConfig):
 
 
 class DPPOLossConfig(PolicyGradientLossConfig):
-    """Masks tokens by the change of their probability (DPPO, arXiv:2602.04879)."""
+    """A mask on tokens by the change of their probability (DPPO, arXiv:2602.04879)."""
 
     type: Literal["dppo"] = "dppo"
     """Names the loss."""

@@ -60,13 +60,13 @@ class LoggingConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Checkpoints; there is always one of the end of the run."""
+    """Checkpoints; one is always written at the end of the run."""
 
     every: int | None = Field(default=None, gt=0)
     """Steps of a phase between checkpoints; none within phases by default."""
 
     keep: int = Field(default=2, gt=0)
-    """Number of checkpoints that are kept, the latest ones."""
+    """Number of checkpoints that are kept, the most recent ones."""
 
 
 class ParallelConfig(Config):
@@ -97,7 +97,7 @@ class ParallelConfig(Config):
     sequence-data axes together (FSDP2). Otherwise these axes hold replicas."""
 
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of activations and of gathered weights, with `fully_sharded` (also on one process);
+    """Dtype of activations and of gathered weights, with `fully_sharded` (also on one process);
     parameters, sums of gradients and optimizer states keep the run's `dtype`. Default: `dtype`."""
 
     @property
@@ -120,14 +120,14 @@ class RunConfig(Config):
     """A training run: a model, an environment, and phases that follow one another."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of weights, problems, their order and sampling. The same seed on the same machine gives the
-    same run."""
+    """Seed of weights, problems, their order and sampling. The same seed on the same machine gives
+    the same run."""
 
     device: str = "auto"
     """`cpu`, `cuda` or `cuda:N`. `auto`: the GPU if there is one."""
 
     dtype: Literal["float32", "float64"] = "float32"
-    """Of parameters, activations and optimizer states."""
+    """Dtype of parameters, activations and optimizer states."""
 
     num_threads: int | None = Field(default=None, gt=0, le=4096)
     """CPU threads of torch; default: torch's choice."""
@@ -172,7 +172,7 @@ class RunConfig(Config):
         return device
 
     def losses_of(self, phase: PhaseConfig) -> dict[str, AnyLossConfig]:
-        """Returns the losses of a phase: its own, or the model's."""
+        """The losses of a phase: its own, or the model's."""
         return self.model.head.losses if phase.losses is None else phase.losses
 
     def required_columns(self, phase: PhaseConfig) -> frozenset[str]:
@@ -183,7 +183,7 @@ class RunConfig(Config):
         return columns | {"kept_tokens"} if keep is not None and keep.recorded else columns
 
     def phase_name(self, index: int) -> str:
-        """Returns the name of a phase: its own, or its type, with its number where not alone."""
+        """The name of a phase: its own, or its type, with a number where several have that type."""
         phase = self.phases[index]
         same_type = [number for number, other in enumerate(self.phases) if other.type == phase.type]
         suffix = f"{same_type.index(index) + 1}" if len(same_type) > 1 else ""

@@ -27,7 +27,7 @@ TRAINER_FILE = "trainer.pt"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run is.
+    """The progress of a run.
 
     Attributes:
         phase: index of the phase.
@@ -114,7 +114,7 @@ def _save_state(state: TrainerState, file: Path) -> None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
-    """Returns the folder of a run's latest checkpoint.
+    """The folder of a run's latest checkpoint.
 
     Raises:
         UserError: there is none.
@@ -128,7 +128,7 @@ def latest_checkpoint(run_dir: Path) -> Path:
 
 
 def load_trainer_state(checkpoint: Path) -> TrainerState:
-    """Returns the state beside the weights of a checkpoint.
+    """The trainer's state in a checkpoint.
 
     Raises:
         UserError: the file is missing or malformed.

@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class RunContext:
-    """What training, evaluation and sampling work with."""
+    """The objects that training, evaluation and sampling share."""
 
     processes: Processes
     tokenizer: Tokenizer
@@ -33,7 +33,6 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         return self.processes.device
 
 
@@ -44,7 +43,7 @@ def build_context(
     with_environment: bool = True,
     distributed: bool = False,
 ) -> RunContext:
-    """Returns the context of a run; seeds torch's global generator for the weights.
+    """The context of a run. It seeds torch's global generator for the weights.
 
     Args:
         config: of the run.
@@ -122,7 +121,7 @@ def _build_llama(
         llama = Llama(llama_config, device=processes.device, dtype=dtype)
         if processes.mesh is None:
             return llama
-        # Drawn whole first, so that it starts as one process does.
+        # Initialised whole, so that the weights are those of a run on one process.
         llama_shards = empty_llama(llama_config, processes, dtype)
         load_full_weights(llama_shards, dict(llama.named_parameters()))
         return llama_shards

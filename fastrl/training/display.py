@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display(Protocol):
-    """Shows a run while it goes on."""
+    """What shows a run while it goes on."""
 
     def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
         """A phase begins, or goes on after `steps_done` of its steps."""
@@ -52,7 +52,7 @@ class Display(Protocol):
 
 
 def open_display(console: Console) -> Display:
-    """Returns a live display on a terminal, plain lines elsewhere, on a quiet console none."""
+    """A live display on a terminal, plain lines elsewhere, on a quiet console none."""
     is_live = console.is_terminal and not console.quiet
     return LiveDisplay(console) if is_live else PlainDisplay(console)
 
@@ -74,16 +74,13 @@ class LiveDisplay:
         self._progress.start()
 
     def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
-        """Adds a bar."""
         self._task = self._progress.add_task(name, total=steps, completed=steps_done, numbers="")
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Moves the bar on."""
         assert self._task is not None
         self._progress.update(self._task, advance=1, numbers=_numbers(metrics))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Prints a table of prompt, completion and reward."""
         table = Table(
             "prompt", "completion", "reward", box=None, padding=(0, 2), title_justify="left"
         )
@@ -92,15 +89,12 @@ class LiveDisplay:
         self._progress.console.print(table)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Prints the held-out reward."""
         self.message(_heldout(evaluation))
 
     def message(self, text: str) -> None:
-        """Prints a line above the bars."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leaves the bars as they are."""
         self._progress.stop()
 
 
@@ -114,13 +108,11 @@ class PlainDisplay:
         self._begin = self._printed = 0.0
 
     def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
-        """Notes the phase."""
         self._name, self._steps, self._done, self._first = name, steps, steps_done, steps_done
         self._begin = time.monotonic()
         self._printed = -_SECONDS_BETWEEN_LINES
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Prints a line if it is time."""
         self._done += 1
         now = time.monotonic()
         if self._done < self._steps and now - self._printed < _SECONDS_BETWEEN_LINES:
@@ -134,21 +126,18 @@ class PlainDisplay:
         )
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Prints a line for each completion."""
         for sample in samples:
             prompt, completion, reward = _cells(sample)
             self.message(f"  {prompt!r} -> {completion!r}  reward {reward}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Prints the held-out reward."""
         self.message(_heldout(evaluation))
 
     def message(self, text: str) -> None:
-        """Prints a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:

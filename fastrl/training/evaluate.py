@@ -27,7 +27,7 @@ class Evaluation:
     finished: float
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers by the names they have in the metrics file."""
+        """The numbers by their names in the metrics file."""
         return {
             "heldout/reward": self.reward,
             "heldout/solved": self.solved,
@@ -41,7 +41,7 @@ def evaluate(
     tokenizer: Tokenizer,
     sampler: Sampler,
 ) -> Evaluation:
-    """Samples completions of all held-out prompts and scores them."""
+    """The scores of freshly sampled completions of all held-out prompts."""
     problems = environment.heldout
     groups = sampler.sample(
         [tokenizer.encode(problem.prompt) for problem in problems],

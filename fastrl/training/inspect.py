@@ -17,7 +17,7 @@ from fastrl.training.run import CONFIG_FILE
 
 
 def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:
-    """Scores a run's latest checkpoint on the held-out prompts and returns the exit code 0.
+    """Prints the score of a run's latest checkpoint on held-out prompts; the exit code is 0.
 
     Args:
         run_dir: of the run.
@@ -57,7 +57,7 @@ def sample(
     temperature: float | None = None,
     num: int = 1,
 ) -> int:
-    """Prints completions of a prompt by a run's latest checkpoint and returns the exit code 0.
+    """Prints completions of a prompt by a run's latest checkpoint; the exit code is 0.
 
     Args:
         run_dir: of the run.

@@ -20,7 +20,6 @@ class StopRequest:
         self._announce = announce
 
     def __enter__(self) -> Self:
-        """Takes SIGINT over."""
         self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
@@ -30,7 +29,6 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Gives SIGINT back."""
         signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -16,25 +16,25 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class NoWriter:
-    """Stands for the files of a run on the processes that do not write them."""
+    """The writer of the processes that write no files."""
 
     def log(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Writes nothing."""
+        pass
 
     def log_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
-        """Writes nothing."""
+        pass
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
 class MetricsWriter:
-    """Appends records to the files of a run; every line is complete when a call returns.
+    """The files of a run, appended to; every line is complete when a call returns.
 
     Args:
         folder: of the run.
         tensorboard: whether events are written as well; needs the tensorboard package.
-        first_step: steps that the run made before; later events in the folder are void.
+        first_step: steps that the run made before; TensorBoard discards later events in the folder.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool, first_step: int = 0) -> None:
@@ -62,12 +62,10 @@ class MetricsWriter:
                 self._events.add_scalar(tag, value, step)
 
     def log_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
-        """Writes sample completions."""
         for sample in samples:
             _write_line(self._samples, {"step": step, "phase": phase, **asdict(sample)})
 
     def close(self) -> None:
-        """Closes all files."""
         self._metrics.close()
         self._samples.close()
         if self._events is not None:
@@ -75,7 +73,7 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the records of a run's metrics file."""
+    """The records of a run's metrics file."""
     with (folder / METRICS_FILE).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 

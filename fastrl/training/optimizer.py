@@ -13,7 +13,7 @@ from fastrl.parallel import shard_like, whole_tensor
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Returns AdamW over the parameters that are trained; only matrices decay."""
+    """AdamW over the trainable parameters; only matrices decay."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -30,7 +30,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.A
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """Returns the learning rate of an update.
+    """The learning rate of an update.
 
         warm-up, update < w:  lr (update + 1) / w
         after it, x = (update - w) / (num_updates - w), f = final_fraction:
@@ -76,7 +76,7 @@ def apply_update(
 
 
 def load_optimizer(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
-    """Takes over a state dict with whole tensors, of any number of processes."""
+    """Loads a state dict with whole tensors, written by any number of processes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = {
         index: {

@@ -27,7 +27,7 @@ class ShuffledItems(Generic[ItemT]):
         self.position = position
 
     def take(self, number: int) -> list[ItemT]:
-        """Returns the next items; one comes twice only when the pass ends between the two."""
+        """The next items; one comes twice only when the pass ends between the two."""
         taken = []
         for position in range(self.position, self.position + number):
             epoch, place = divmod(position, len(self._items))
@@ -41,8 +41,8 @@ class ShuffledItems(Generic[ItemT]):
 
 
 def seeded(*parts: Hashable) -> random.Random:
-    """Returns a random generator for a purpose, such as `seeded(run_seed, "phase", 3)`.
+    """A random generator for a purpose, such as `seeded(run_seed, "phase", 3)`.
 
-    The numbers follow from the parts alone, so that nothing need be saved to go on with a run.
+    The numbers follow from the parts alone, so nothing need be saved to resume a run.
     """
     return random.Random("/".join(map(str, parts)))

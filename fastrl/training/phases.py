@@ -40,10 +40,10 @@ from fastrl.training.rollout_sources import (
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives for the metrics and the display.
+    """The numbers and samples of a step, for the metrics and the display.
 
     Attributes:
-        metrics: finite numbers by name; of several updates the mean.
+        metrics: finite numbers by name, the mean over the step's updates.
         num_tokens: tokens that went through forward and backward passes, on all processes.
         samples: some of the step's completions.
     """
@@ -55,7 +55,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass of this process runs on.
+    """The batch of one forward and backward pass of this process.
 
     Attributes:
         whole: this process's part of a packed sequence.
@@ -67,7 +67,7 @@ class MicroBatch:
 
 
 class Phase:
-    """A phase that is under way: its optimizer, its documents, its losses in the model's head.
+    """A phase in progress: its optimizer, its documents, its losses in the model's head.
 
     Args:
         config: of the run.
@@ -105,7 +105,7 @@ class Phase:
         )
 
     def restore(self, state: TrainerState) -> None:
-        """Goes on where a checkpoint of this phase was written; the weights are loaded already."""
+        """Resumes from a checkpoint of this phase, whose weights are loaded already."""
         assert state.optimizer is not None
         self.steps_done = state.phase_step
         self.source.items.position = state.position
@@ -117,7 +117,7 @@ class Phase:
             load_full_weights(self.reference, state.reference)
 
     def state(self, before: TrainerState) -> TrainerState:
-        """Returns the run's state with what `restore` needs of this phase; all ranks must call."""
+        """The run's state with what `restore` needs of this phase; all ranks must call."""
         losses = self._policy_losses()
         return replace(
             before,
@@ -128,7 +128,7 @@ class Phase:
         )
 
     def step(self) -> StepResult:
-        """Takes the next documents and makes the step's updates."""
+        """Makes the updates of a step on the next documents."""
         self._context.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
         rollouts = self.source.next()
         mini_batches, epochs = 1, 1
@@ -151,7 +151,7 @@ class Phase:
         return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples)
 
     def _micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
-        """Packs the documents of one update, with the log-probabilities that its losses need."""
+        """The packed documents of one update, with the log-probabilities that its losses need."""
         groups, parallel = self._context.llama.groups, self._context.processes.config
         max_tokens = self.config.max_tokens_per_micro_batch
         packs = micro_batches_of_rank(
@@ -200,7 +200,7 @@ class Phase:
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = reduce_metrics(add_metrics(parts), llama.lm_head.loss_groups)
         values = {**totals, "grad_norm": norm}
-        # All numbers in one transfer: the one time in an update that the host waits.
+        # All numbers in one transfer, the only host synchronisation of an update.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         result = dict(zip(values, numbers, strict=True))
         llama.lm_head.end_step(result)
@@ -219,11 +219,11 @@ class Phase:
 
 @torch.no_grad()
 def evaluated(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
-    """Returns the log-probabilities [T] of the labels of a batch, under the model as it is."""
+    """The log-probabilities [T] of the labels of a batch, under the current weights."""
     was_training = llama.training
     llama.eval()
     logprobs: torch.Tensor = llama(batch).logprobs
     llama.train(was_training)
     if isinstance(llama, FSDPModule):
-        llama.reshard()  # what a backward would do: nobody must find the gathered weights
+        llama.reshard()  # as a backward would; the gathered weights must not be used again
     return logprobs

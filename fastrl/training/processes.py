@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, how they agree, how a model is spread over them."""
+"""The processes of a run: their ranks, their agreement, and how a model is sharded over them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class Processes:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
         return self.config.num_processes
 
     def new_sampler_copy(self, llama: Llama) -> Llama:
@@ -70,7 +69,7 @@ class Processes:
         return copy.requires_grad_(False).eval()
 
     def parallelize(self, llama: Llama) -> ParallelGroups:
-        """Spreads a model, best on the meta device, over the processes."""
+        """Shards a model, preferably on the meta device, over the processes."""
         if self.mesh is None:
             return ParallelGroups()
         return parallelize_llama(
@@ -142,14 +141,14 @@ def full_state(state: Any) -> Any:
 
 @torch.no_grad()
 def sync_full_weights(llama: Llama, copy: Llama) -> None:
-    """Copies the weights of a spread model into a whole one; all ranks must call."""
+    """Copies the weights of a sharded model into a whole one; all ranks must call."""
     targets = dict(copy.named_parameters())
     for name, parameter in llama.named_parameters():
         targets[name].copy_(whole_tensor(parameter))
 
 
 def empty_llama(config: LlamaConfig, processes: Processes, dtype: torch.dtype) -> Llama:
-    """A model spread over the processes, its weights yet to be filled.
+    """A model sharded over the processes, with uninitialised weights.
 
     Raises:
         UserError: sizes of the model that the tensor axis does not divide.
@@ -164,14 +163,14 @@ def empty_llama(config: LlamaConfig, processes: Processes, dtype: torch.dtype) -
 
 @torch.no_grad()
 def load_full_weights(llama: Llama, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole weights, which every rank has, into a spread model."""
+    """Copies whole weights, which every rank has, into a sharded model."""
     for name, parameter in llama.named_parameters():
         parameter.copy_(shard_like(weights[name].to(parameter.device), parameter))
 
 
 @torch.no_grad()
 def frozen_copy(llama: Llama, processes: Processes) -> Llama:
-    """The model as it is, spread in the same way, without gradients and in evaluation mode."""
+    """A copy of the model, sharded in the same way, without gradients and in evaluation mode."""
     copy = empty_llama(llama.config, processes, next(llama.parameters()).dtype)
     for mine, theirs in zip(copy.parameters(), llama.parameters(), strict=True):
         mine.copy_(theirs)

@@ -16,7 +16,7 @@ Curve = tuple[list[int], list[float]]
 
 
 def write_report(run_dir: Path, *, title: str) -> Path:
-    """Draws the metrics of a run and returns the file, which appears complete or not at all."""
+    """Draws the metrics of a run into its folder; the file appears complete or not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
 
 
 def _curves(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Curve]:
-    """Returns the curve of a metric of each loss, by the loss's name."""
+    """The curve of a metric of each loss, by the loss's name."""
     names = {
         key.removesuffix(f"/{metric}"): key
         for record in records

@@ -57,7 +57,7 @@ class Rollouts:
 
 
 class RolloutSource(Protocol):
-    """Gives the documents of step after step.
+    """A source of documents, step after step.
 
     Attributes:
         items: what steps are made of; their position goes into a checkpoint.
@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
     longest: int
 
     def next(self) -> Rollouts:
-        """Returns the documents of the next step."""
+        """The documents of the next step."""
         ...
 
 
@@ -97,7 +97,6 @@ class SupervisedDocuments:
         self.longest = max(len(document.tokens) for document in documents)
 
     def next(self) -> Rollouts:
-        """The documents of the next step."""
         return Rollouts(self.items.take(self._number), {}, [])
 
 
@@ -132,7 +131,7 @@ class SampledRollouts:
         self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
 
     def next(self) -> Rollouts:
-        """Samples a group of completions for each of the next problems."""
+        """A group of completions for each of the next problems."""
         config = self._config
         taken = self.items.take(config.prompts_per_step)
         problems, prompts = [problem for problem, _ in taken], [prompt for _, prompt in taken]
@@ -267,7 +266,7 @@ class FileRollouts:
         self.longest = max(len(document.tokens) for group in groups.values() for document in group)
 
     def next(self) -> Rollouts:
-        """Takes groups until the step has its documents."""
+        """As many groups as give the step its documents."""
         documents: list[Document] = []
         number = 0
         while len(documents) < self._config.documents_per_step:
@@ -304,7 +303,7 @@ def scored(
     environment: ReasoningGymEnvironment,
     tokenizer: Tokenizer,
 ) -> Sample:
-    """Returns a completion as text, with the environment's reward."""
+    """A completion as text, with the environment's reward."""
     text = tokenizer.decode(completion.tokens)
     reward = environment.score(problem, text if completion.finished else None)
     return Sample(problem.prompt, text, reward, completion.finished)

@@ -33,7 +33,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
-    """Trains as a config says and returns the exit code 0.
+    """Trains as a config says; the exit code is 0.
 
     Each of the processes of `config.parallel` calls it; the first one prints and writes.
 
@@ -107,7 +107,7 @@ def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
-    """Returns the state of a checkpoint, at the beginning of the next phase if one has ended."""
+    """The state of a checkpoint, at the beginning of the next phase if one has ended."""
     state = load_trainer_state(checkpoint)
     has_ended = state.phase_step == config.phases[state.phase].steps
     if not has_ended or state.phase + 1 == len(config.phases):
@@ -137,7 +137,7 @@ def _check_packages(config: LoggingConfig) -> None:
 
 
 class Trainer:
-    """Runs the phases of a config.
+    """The loop over the phases of a config.
 
     Args:
         config: of the run.
@@ -145,13 +145,13 @@ class Trainer:
         context: model, environment and sampler.
         phase: the phase to begin with.
         sources: of the documents of the phases that follow; each is given up to its phase.
-        state: where to go on; at its phase, with the optimizer's state in `phase` already.
+        state: progress to resume from; the optimizer's state is in `phase` already.
         writer: of the metrics.
-        display: for the person in front of it.
-        started: `time.monotonic()` of the run's begin.
+        display: shows the progress.
+        started: `time.monotonic()` at the start of the run.
 
     Attributes:
-        state: where the run is.
+        state: progress of the run.
     """
 
     def __init__(
@@ -181,14 +181,14 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Time of the run so far, all its parts together."""
+        """Time of the run so far, in seconds, resumed parts included."""
         return time.monotonic() - self._started
 
     def run(self, stop: StopRequest) -> bool:
         """Trains to the end, or to the end of the step in which `stop` was requested.
 
         Returns:
-            Whether the run came to its end. The checkpoint is written in both cases.
+            Whether the run is finished. The checkpoint is written in both cases.
 
         Raises:
             UserError: a loss or a gradient is not finite.
@@ -208,7 +208,7 @@ class Trainer:
         return True
 
     def summary(self) -> str:
-        """Returns the last line of a run that came to its end.
+        """The last line of a finished run.
 
         It compares the held-out reward before the last phase with that after it, or, in a run
         without an environment, the first and last loss of that phase.

@@ -18,7 +18,7 @@ _COMPACT_BELOW = 0.75
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model said after a prompt.
+    """One completion of a prompt.
 
     Attributes:
         tokens: ids, with the end token if it came.
@@ -33,11 +33,11 @@ class Completion:
 
 
 class Sampler:
-    """Samples completions of token prompts.
+    """A sampler of completions of token prompts.
 
     Args:
         config: bounds of length and of batch size.
-        llama: the model, as it is at each call.
+        llama: the model; each call samples from its current weights.
         end_token: id that ends a completion.
         generator: source of randomness, on the model's device.
         processes: that share the work, a batch each in turn; all must call `sample` alike.
@@ -62,7 +62,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, num_each: int = 1, temperature: float = 1.0
     ) -> list[list[Completion]]:
-        """Returns `num_each` completions of each prompt.
+        """`num_each` completions of each prompt.
 
             p(token) = softmax(logits / temperature); the most likely token at temperature 0
 

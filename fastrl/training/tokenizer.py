@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     end_token: int
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without an end token.
+        """The ids of a text, without an end token.
 
         Raises:
             UserError: the text has a character that no token stands for.
@@ -30,12 +30,12 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of ids of a vocabulary that may be larger; end tokens are left out."""
+        """The text of ids of a vocabulary that may be larger; end tokens are left out."""
         ...
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Returns the tokenizer of a config.
+    """The tokenizer of a config.
 
     Raises:
         UserError: a tokenizer file that cannot be read, or lacks the end token.
@@ -60,7 +60,6 @@ class CharacterTokenizer:
         self.end_token = 0
 
     def encode(self, text: str) -> list[int]:
-        """Returns one id a character."""
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             raise UserError(
@@ -70,7 +69,6 @@ class CharacterTokenizer:
         return [self._ids[character] for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the characters of the ids."""
         kept = (token for token in tokens if token != self.end_token)
         return "".join(self._characters.get(token, "\ufffd") for token in kept)
 
@@ -89,11 +87,9 @@ class FileTokenizer:
         self.end_token = int(end_token)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of the text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of the ids."""
         kept = [token for token in tokens if token != self.end_token]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
