@@ -15,13 +15,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
 import fastrl
 from fastrl import cli
+from fastrl.config import AnyLossConfig
 
 # Modules that docs and examples import from, beside `fastrl` itself. A module without names here
 # says by its `__all__` what is public.
@@ -101,8 +102,18 @@ def _lines(name: str, value: Any) -> list[str]:
     if inspect.isfunction(value):
         return [_signature(name, value)]
     if get_args(value):  # a union; what pydantic says beside it is in the schema
-        return [f"{name} = {_annotation(value.__origin__)}"]
+        return [f"{name} = {' | '.join(kind.__name__ for kind in members(value))}"]
     return [f"{name} = {value!r}"]
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """The classes of a union of annotated unions."""
+    if inspect.isclass(annotation):
+        yield annotation
+        return
+    of_union = get_args(annotation)
+    for part in of_union[:1] if get_origin(annotation) is Annotated else of_union:
+        yield from members(part)
 
 
 def _bases(kind: type) -> str:
@@ -159,7 +170,7 @@ def _members(kind: type) -> list[str]:
         elif inspect.isfunction(value):
             lines.append(_signature(f".{name}", value))
         else:
-            lines.append(f".{name} = {value!r}")
+            lines.append(f".{name} = {value.__name__ if inspect.isclass(value) else repr(value)}")
     return lines
 
 
@@ -189,6 +200,7 @@ def _annotation(value: Any) -> Any:
     if value is inspect.Signature.empty:
         return value
     text = value if isinstance(value, str) else inspect.formatannotation(value)
+    text = text.replace(repr(AnyLossConfig), "AnyLossConfig")
     return _Text(re.sub(r"~|\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", text.replace('"', "'")))
 
 

@@ -20,7 +20,7 @@ from fastrl.config.yaml_text import parse_yaml
 from fastrl.data.rollouts import write_rollouts
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss
 from fastrl.training.log_files import read_metrics
-from tests.helpers.batches import make_hidden, pack, ragged_documents
+from tests.helpers.batches import content_hidden, pack, ragged_documents
 from tests.helpers.loss_cases import policy_documents
 from tests.helpers.runs import tiny, write_tiny
 
@@ -131,7 +131,7 @@ def test_the_head_takes_it_from_python(example: Path) -> None:
     assert isinstance(loss, LanguageModelPolicyGradientLoss)
     assert (type(loss).__name__, loss.config.epsilon_low) == ("HeldLoss", 0.05)
     assert type(loss.config) is type(loss).config_class
-    value = head(make_hidden(batch), batch).loss
+    value = head(content_hidden(batch), batch).loss
     assert value is not None
     # The same as an object: of the config, and of the loss itself.
     again = LanguageModelHeadConfig(hidden_size=5, vocab_size=33, losses={"policy": loss.config})
@@ -139,7 +139,7 @@ def test_the_head_takes_it_from_python(example: Path) -> None:
     other = LanguageModelHead(again, dtype=torch.float64)
     other.load_state_dict(head.state_dict())
     other.losses["policy"] = type(loss)(loss.config)
-    assert torch.equal(other(make_hidden(batch), batch).loss, value)
+    assert torch.equal(other(content_hidden(batch), batch).loss, value)
     assert parse_config(LanguageModelHeadConfig, parse_yaml(dump_config(config))) == config
 
 
