@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fastrl.config import LanguageModelHeadConfig, LlamaConfig
     from fastrl.data.batch import BatchCounts, TokenBatch
     from fastrl.data.documents import Document
+    from fastrl.environments import Environment, Problem
     from fastrl.functional.batch import BatchKwargs, RowSet
     from fastrl.functional.linear_logprobs import linear_logprobs
     from fastrl.functional.statistics import TokenStatistics
@@ -22,12 +23,14 @@ __all__ = [
     "BatchCounts",
     "BatchKwargs",
     "Document",
+    "Environment",
     "HeadOutput",
     "LanguageModelHead",
     "LanguageModelHeadConfig",
     "Llama",
     "LlamaConfig",
     "ParallelGroups",
+    "Problem",
     "RowSet",
     "TokenBatch",
     "TokenStatistics",
@@ -38,12 +41,14 @@ _MODULES = {
     "BatchCounts": "fastrl.data.batch",
     "BatchKwargs": "fastrl.functional.batch",
     "Document": "fastrl.data.documents",
+    "Environment": "fastrl.environments",
     "HeadOutput": "fastrl.layers.language_model_head",
     "LanguageModelHead": "fastrl.layers.language_model_head",
     "LanguageModelHeadConfig": "fastrl.config",
     "Llama": "fastrl.models.llama",
     "LlamaConfig": "fastrl.config",
     "ParallelGroups": "fastrl.parallel",
+    "Problem": "fastrl.environments",
     "RowSet": "fastrl.functional.batch",
     "TokenBatch": "fastrl.data.batch",
     "TokenStatistics": "fastrl.functional.statistics",

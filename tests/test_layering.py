@@ -23,16 +23,17 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "parallel": set(),
     "kernels": set(),
+    "environments": {"config"},
     "functional": _FOUNDATION,
     "layers": _FOUNDATION | {"functional"},
     "data": _FOUNDATION | {"functional"},
     "models": _MODELS,
-    "training": _TRAINING,
+    "training": _TRAINING | {"environments"},
     "estimate": _FOUNDATION | {"functional", "layers", "models"},
-    "cli": _TRAINING | {"training", "estimate"},
+    "cli": _TRAINING | {"environments", "estimate", "training"},
     "integrations": _TRAINING | {"training"},
     "__main__": {"cli"},
-    "__init__": _TRAINING,
+    "__init__": _TRAINING | {"environments"},
 }
 
 # An import of Triton fails as where it is not installed, and no GPU is seen.
@@ -117,8 +118,8 @@ def test_the_definition_imports_torch_only_and_nothing_ships_on_it() -> None:
         assert others - sys.stdlib_module_names <= {"torch"}, path
 
 
-@pytest.mark.parametrize("module", ["fastrl.config", "fastrl.cli"])
-def test_configs_and_the_command_line_import_without_torch(module: str) -> None:
+@pytest.mark.parametrize("module", ["fastrl.config", "fastrl.cli", "fastrl.environments.scoring"])
+def test_configs_environments_and_the_command_line_import_without_torch(module: str) -> None:
     done = _run(f"import sys, {module}; print(sorted({{'torch', 'triton'}} & set(sys.modules)))")
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 

@@ -51,7 +51,18 @@ TokenizerConfig = Annotated[
 ]
 
 
-class ReasoningGymConfig(Config):
+class EnvironmentConfig(Config):
+    """What every environment shares: how many of its problems are taken."""
+
+    train_prompts: int = Field(default=8192, gt=0, le=10**7)
+    """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
+    time, are left out."""
+
+    heldout_prompts: int = Field(default=512, gt=0, le=10**6)
+    """Different prompts to be drawn for evaluation, which training never sees."""
+
+
+class ReasoningGymConfig(EnvironmentConfig):
     """Problems and verifier of a task of the reasoning-gym package."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
@@ -72,12 +83,10 @@ class ReasoningGymConfig(Config):
     prompt: str = QUESTION
     """The prompt; `{question}` stands for the question. Default: the question alone."""
 
-    train_prompts: int = Field(default=8192, gt=0, le=10**7)
-    """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
-    time, are left out."""
-
-    heldout_prompts: int = Field(default=512, gt=0, le=10**6)
-    """Different prompts to be drawn for evaluation, which training never sees."""
+    @property
+    def label(self) -> str:
+        """What messages call the environment."""
+        return self.task
 
     @field_validator("config")
     @classmethod
@@ -109,6 +118,44 @@ class ReasoningGymConfig(Config):
         if QUESTION not in prompt:
             raise ValueError(f"must contain `{QUESTION}`")
         return prompt
+
+
+class PythonEnvironmentConfig(EnvironmentConfig):
+    """Problems and rewards of a class of one's own; docs/adding_an_environment.md."""
+
+    type: Literal["python"] = "python"
+    """Names the kind of environment."""
+
+    path: str
+    """The class: `FILE.py:CLASS`, relative to the current folder, or `PACKAGE.MODULE:CLASS`. Its
+    code runs with all rights of the user."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class beside `seed`."""
+
+    @property
+    def label(self) -> str:
+        """What messages call the environment."""
+        return self.path
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if not re.fullmatch(r"(.*\.py|\w+(\.\w+)*):\w+", path):
+            raise ValueError(f"must read `FILE.py:CLASS` or `PACKAGE.MODULE:CLASS`, got {path!r}")
+        return path
+
+    @field_validator("config")
+    @classmethod
+    def _check_config(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if "seed" in config:
+            raise ValueError("must not have ['seed'], which follows from the run's `seed`")
+        return config
+
+
+AnyEnvironmentConfig = Annotated[
+    ReasoningGymConfig | PythonEnvironmentConfig, Field(discriminator="type")
+]
 
 
 class SamplerConfig(Config):

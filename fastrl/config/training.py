@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from fastrl.config.base import Config, PathText
 from fastrl.config.environment import (
+    AnyEnvironmentConfig,
     CharacterTokenizerConfig,
     EvaluationConfig,
-    ReasoningGymConfig,
     SamplerConfig,
     TokenizerConfig,
 )
@@ -138,7 +138,7 @@ class RunConfig(Config):
     tokenizer: TokenizerConfig = CharacterTokenizerConfig()
     """From text to tokens."""
 
-    environment: ReasoningGymConfig | None = None
+    environment: AnyEnvironmentConfig | None = None
     """Problems and rewards. Only runs on rollout files can do without; they have no held-out
     reward then."""
 

@@ -12,7 +12,7 @@ from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig, RunConfig
 from fastrl.models.checkpoint import load_weights, read_llama_config
 from fastrl.models.llama import Llama
-from fastrl.training.environment import ReasoningGymEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.processes import Processes, empty_llama, load_full_weights, start_processes
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
@@ -26,7 +26,7 @@ class RunContext:
 
     processes: Processes
     tokenizer: Tokenizer
-    environment: ReasoningGymEnvironment | None
+    environment: RunEnvironment | None
     llama: Llama
     generator: torch.Generator
     sampler: Sampler
@@ -62,7 +62,7 @@ def build_context(
     tokenizer = build_tokenizer(config.tokenizer)
     environment = None
     if config.environment is not None and with_environment:
-        environment = ReasoningGymEnvironment(config.environment, config.seed)
+        environment = RunEnvironment(config.environment, config.seed)
         _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
     llama = _build_llama(config, tokenizer, processes, checkpoint)
@@ -83,13 +83,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_prompts(environment: ReasoningGymEnvironment, tokenizer: Tokenizer) -> None:
+def _check_prompts(environment: RunEnvironment, tokenizer: Tokenizer) -> None:
     """Refuses prompts that cannot be sampled from, now and not in the middle of the run."""
     for problem in (*environment.heldout, *environment.train):
         if not tokenizer.encode(problem.prompt):
+            is_entry = isinstance(problem.data, dict) and "question" in problem.data
+            source = problem.data["question"] if is_entry else problem
             raise UserError(
                 "`environment`: every prompt must have at least one token, but the prompt of "
-                f"{problem.entry['question']!r} is {problem.prompt!r}; see `environment.prompt`"
+                f"{source!r} is {problem.prompt!r}; see `environment.prompt`"
             )
 
 

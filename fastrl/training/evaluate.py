@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from fastrl.config.environment import EvaluationConfig
-from fastrl.training.environment import ReasoningGymEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.rollout_sources import scored
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -20,11 +21,13 @@ class Evaluation:
         reward: mean over all completions.
         solved: share of completions with the full reward of 1.
         finished: share of completions that ended.
+        scoring: how many completions could not be scored, by name.
     """
 
     reward: float
     solved: float
     finished: float
+    scoring: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """The numbers by their names in the metrics file."""
@@ -32,12 +35,13 @@ class Evaluation:
             "heldout/reward": self.reward,
             "heldout/solved": self.solved,
             "heldout/finished": self.finished,
+            **{f"heldout/{name}": value for name, value in self.scoring.items()},
         }
 
 
 def evaluate(
     config: EvaluationConfig,
-    environment: ReasoningGymEnvironment,
+    environment: RunEnvironment,
     tokenizer: Tokenizer,
     sampler: Sampler,
 ) -> Evaluation:
@@ -48,13 +52,10 @@ def evaluate(
         num_each=config.samples_per_prompt,
         temperature=config.temperature,
     )
-    samples = [
-        scored(completion, problem, environment, tokenizer)
-        for problem, group in zip(problems, groups, strict=True)
-        for completion in group
-    ]
+    samples, scoring = scored(groups, problems, environment, tokenizer)
     return Evaluation(
         reward=fmean(sample.reward for sample in samples),
         solved=fmean(sample.reward >= 1.0 for sample in samples),
         finished=fmean(sample.finished for sample in samples),
+        scoring=scoring,
     )

@@ -24,8 +24,9 @@ from fastrl.config.training import RunConfig
 from fastrl.data.advantages import group_advantages, has_advantage, with_group_advantages
 from fastrl.data.documents import TOKEN_COLUMNS, Document
 from fastrl.data.rollouts import read_rollouts
+from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.training.environment import Problem, RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class SampledRollouts:
         self,
         config: SamplerRolloutsConfig,
         advantage: AdvantageConfig,
-        environment: ReasoningGymEnvironment,
+        environment: RunEnvironment,
         tokenizer: Tokenizer,
         sampler: Sampler,
         seed: str,
@@ -138,11 +139,7 @@ class SampledRollouts:
         groups = self._sampler.sample(
             prompts, num_each=config.group_size, temperature=config.temperature
         )
-        samples = [
-            scored(completion, problem, self._environment, self._tokenizer)
-            for problem, group in zip(problems, groups, strict=True)
-            for completion in group
-        ]
+        samples, score_metrics = scored(groups, problems, self._environment, self._tokenizer)
         numbers = [number for number, group in enumerate(groups) for _ in group]
         advantages = group_advantages(
             [sample.reward for sample in samples],
@@ -171,6 +168,7 @@ class SampledRollouts:
             "completion_length": fmean(lengths),
             "finished": fmean(sample.finished for sample in samples),
             "sampled_tokens": float(sum(lengths)),
+            **score_metrics,
         }
         # The first completion of as many problems.
         shown = samples[:: config.group_size]
@@ -298,15 +296,30 @@ def _check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
 
 
 def scored(
-    completion: Completion,
-    problem: Problem,
-    environment: ReasoningGymEnvironment,
+    groups: Sequence[Sequence[Completion]],
+    problems: Sequence[Problem],
+    environment: RunEnvironment,
     tokenizer: Tokenizer,
-) -> Sample:
-    """A completion as text, with the environment's reward."""
-    text = tokenizer.decode(completion.tokens)
-    reward = environment.score(problem, text if completion.finished else None)
-    return Sample(problem.prompt, text, reward, completion.finished)
+) -> tuple[list[Sample], dict[str, float]]:
+    """The completions of each problem as text with their rewards, and the scoring's metrics."""
+    pairs = [
+        (problem, completion)
+        for problem, group in zip(problems, groups, strict=True)
+        for completion in group
+    ]
+    texts = [tokenizer.decode(completion.tokens) for _, completion in pairs]
+    scores = environment.score(
+        [problem for problem, _ in pairs],
+        [
+            text if completion.finished else None
+            for text, (_, completion) in zip(texts, pairs, strict=True)
+        ],
+    )
+    samples = [
+        Sample(problem.prompt, text, reward, completion.finished)
+        for (problem, completion), text, reward in zip(pairs, texts, scores.rewards, strict=True)
+    ]
+    return samples, scores.metrics
 
 
 def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:

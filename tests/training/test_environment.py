@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastrl.training.sources import SupervisedDocuments
 
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import ReasoningGymConfig
-from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.environments import Problem
+from fastrl.environments.reasoning_gym import ReasoningGymEnvironment
+from fastrl.training.environment import Problem, ReasoningGymEnvironment, RunEnvironment
 from fastrl.training.rollout_sources import SampledRollouts, SupervisedDocuments
 from tests.helpers.runs import begin_phase, tiny_context
 
 
-def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:
+def _environment(seed: int = 0, **changes: Any) -> RunEnvironment:
     values = {
         "task": "chain_sum",
         "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -21,7 +24,7 @@ def _environment(seed: int = 0, **changes: Any) -> ReasoningGymEnvironment:
         "train_prompts": 2000,
         "heldout_prompts": 40,
     }
-    return ReasoningGymEnvironment(parse_config(ReasoningGymConfig, values | changes), seed)
+    return RunEnvironment(parse_config(ReasoningGymConfig, values | changes), seed)
 
 
 def test_heldout_prompts_are_different_and_not_trained_on() -> None:
@@ -61,31 +64,34 @@ def test_rewards_are_the_verifiers() -> None:
     environment = _environment()
     problem = Problem("", "12", {"answer": "12", "metadata": {}})
     answers = ["12", " 12 ", "012", "12.0", "3 12", "13", "", None]
-    rewards = [environment.score(problem, answer) for answer in answers]
-    assert rewards == [1, 1, 1, 1, 0.5, 0, 0, 0]  # reasoning-gym: 2 of 4 characters are the answer
+    scores = environment.score([problem] * len(answers), answers)
+    # reasoning-gym: 2 of 4 characters are the answer
+    assert scores.rewards == [1, 1, 1, 1, 0.5, 0, 0, 0]
+    assert scores.metrics == {"score_errors": 0}
 
 
 def test_the_verifier_gets_the_stripped_answer_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = _environment()
+    config = ReasoningGymConfig(task="chain_sum", train_prompts=4, heldout_prompts=2)
+    environment = ReasoningGymEnvironment(config, seed=0)
     answers = []
 
     def score_answer(answer: str | None, entry: dict[str, Any]) -> float:
         answers.append(answer)
         return 0.25
 
-    monkeypatch.setattr(environment._verifier, "score_answer", score_answer)
-    rewards = [environment.score(environment.train[0], answer) for answer in (" 7 \n", "", None)]
+    monkeypatch.setattr(environment._heldout, "score_answer", score_answer)
+    rewards = [environment.score(Problem("1 + 1"), answer) for answer in (" 7 \n", "", None)]
     assert answers == ["7", "", None]
     assert rewards == [0.25] * 3
 
 
-def test_an_answer_that_breaks_the_verifier_is_none() -> None:
+def test_an_answer_that_breaks_the_verifier_is_none_and_counted() -> None:
     config = ReasoningGymConfig(task="prime_factorization", train_prompts=4, heldout_prompts=2)
-    environment = ReasoningGymEnvironment(config, seed=0)
+    environment = RunEnvironment(config, seed=0)
     problem = environment.heldout[0]
-    assert problem.answer is not None
-    assert environment.score(problem, problem.answer) == 1
-    assert environment.score(problem, "two x three") == environment.score(problem, None) == 0
+    scores = environment.score([problem] * 3, [problem.answer, "two x three", None])
+    assert scores.rewards == [1, 0, 0]
+    assert scores.metrics["score_errors"] == 1
 
 
 def test_the_prompt_is_the_pattern_in_the_template() -> None:
@@ -123,6 +129,6 @@ def test_a_task_without_answers_cannot_be_learned_by_supervision(
 ) -> None:
     config, context = tiny_context()
     assert context.environment is not None
-    monkeypatch.setattr(context.environment, "train", (Problem("1 + 1 =", None, {}),))
+    monkeypatch.setattr(context.environment, "train", (Problem("1 + 1 ="),))
     with pytest.raises(UserError, match="a supervised phase needs answers"):
         begin_phase(config, 0, context)

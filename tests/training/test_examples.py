@@ -7,7 +7,8 @@ import pytest
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
 from fastrl.config.training import PretrainedLlamaConfig
-from fastrl.training.environment import ReasoningGymEnvironment
+from fastrl.training.environment import RunEnvironment
+from fastrl.training.log_files import read_metrics
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -49,11 +50,35 @@ def test_the_offline_example_goes_on_with_the_model_of_the_first() -> None:
 def test_heldout_prompts_of_the_examples_are_not_trained_on() -> None:
     config = load_config(RunConfig, EXAMPLES / "llama_grpo.yaml")
     assert config.environment is not None
-    environment = ReasoningGymEnvironment(config.environment, config.seed)
+    environment = RunEnvironment(config.environment, config.seed)
     heldout = {problem.prompt for problem in environment.heldout}
     assert len(heldout) == 512
     assert heldout.isdisjoint(problem.prompt for problem in environment.train)
-    for problem in environment.heldout[:20]:
-        assert environment.score(problem, problem.answer) == 1
+    some = environment.heldout[:20]
+    scores = environment.score(some, [problem.answer for problem in some])
+    assert scores.rewards == [1.0] * 20
+    for problem in some:
         assert problem.answer is not None
         assert problem.answer not in problem.prompt
+
+
+def test_a_task_of_30_lines_is_trained_scored_and_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len((EXAMPLES / "my_task.py").read_text(encoding="utf-8").splitlines()) <= 30
+    monkeypatch.chdir(EXAMPLES.parent)
+    config, run = str(EXAMPLES / "my_task.yaml"), tmp_path / "run"
+    shorter = ["phases.0.steps=12", "phases.1.steps=10", "logging.report=false"]
+    assert main(["train", config, "--run-dir", str(run), *shorter]) == 0
+    records = read_metrics(run)
+    rewards = [record["heldout/reward"] for record in records if "heldout/reward" in record]
+    assert rewards[-1] > rewards[0] + 0.05  # learned something
+    steps = [record for record in records if "reward" in record]
+    assert len(steps) == 10
+    assert {record["score_errors"] for record in steps} == {0.0}
+    capsys.readouterr()
+
+    assert main(["eval", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"held-out reward: {rewards[-1]:.3f}"
+    assert main(["sample", str(run), "fade ="]) == 0
+    assert capsys.readouterr().out.startswith("fade =")

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from fastrl.environments import Problem
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
-from fastrl.training.environment import Problem, ReasoningGymEnvironment
+from fastrl.training.context import RunContext
+from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.phases import MicroBatch, Phase
 from tests.helpers.runs import begin_phase, tiny_context
 
@@ -21,10 +23,22 @@ GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0
 def _lively_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untrained model is never right: rewards that differ between any two answers."""
 
-    def score(_: ReasoningGymEnvironment, problem: Problem, answer: str | None) -> float:
-        return sum(ord(character) for character in problem.prompt + str(answer)) % 7 / 6
+    def score(
+        _: RunEnvironment, problems: Sequence[Problem], answers: Sequence[str | None]
+    ) -> Scores:
+        pairs = zip(problems, answers, strict=True)
+        texts = [problem.prompt + str(answer) for problem, answer in pairs]
+        return Scores([sum(map(ord, text)) % 7 / 6 for text in texts], {})
 
-    monkeypatch.setattr(ReasoningGymEnvironment, "score", score)
+    monkeypatch.setattr(RunEnvironment, "score", score)
+
+
+def _give_rewards(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch, rewards: list[float]
+) -> None:
+    assert context.environment is not None
+    scores = Scores(rewards, {})
+    monkeypatch.setattr(context.environment, "score", lambda problems, answers: scores)
 
 
 def _weights_after(index: int, num_steps: int, *overrides: str) -> dict[str, torch.Tensor]:
@@ -122,9 +136,7 @@ def test_groups_of_equal_rewards_are_dropped_on_request(monkeypatch: pytest.Monk
     config, context = tiny_context(
         "phases.1.advantage.zero_variance=drop", "phases.1.mini_batches=1"
     )
-    assert context.environment is not None
-    scores = iter([1.0, 0.0, 0.0, 0.0] + [0.25] * 4 * 5)
-    monkeypatch.setattr(context.environment, "score", lambda problem, answer: next(scores))
+    _give_rewards(context, monkeypatch, [1.0, 0.0, 0.0, 0.0] + [0.25] * 4 * 5)
     result = begin_phase(config, 1, context).step()
     assert result.metrics["active_groups"] == pytest.approx(1 / 6)
     assert result.metrics["reward"] == pytest.approx((1 + 0.25 * 20) / 24)
@@ -134,8 +146,7 @@ def test_groups_of_equal_rewards_are_dropped_on_request(monkeypatch: pytest.Monk
 
 def test_a_step_without_anything_to_learn_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config, context = tiny_context("phases.1.advantage.zero_variance=drop")
-    assert context.environment is not None
-    monkeypatch.setattr(context.environment, "score", lambda problem, answer: 0.0)
+    _give_rewards(context, monkeypatch, [0.0] * 6 * 4)
     before = {name: weight.clone() for name, weight in context.llama.state_dict().items()}
     result = begin_phase(config, 1, context).step()
     assert result.metrics["reward"] == 0

@@ -1,0 +1,57 @@
+"""The problems of a run: held-out ones, and training ones that share no prompt with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from fastrl.config.base import UserError
+from fastrl.config.environment import AnyEnvironmentConfig
+from fastrl.environments.protocol import Environment, Problem
+
+MAX_DRAWS = 4
+"""Problems that are drawn for each different held-out prompt that is wanted, at most."""
+
+
+@dataclass(frozen=True)
+class ProblemSets:
+    """Problems with different prompts, none of them in both sets."""
+
+    train: tuple[Problem, ...]
+    heldout: tuple[Problem, ...]
+
+
+def draw_problem_sets(config: AnyEnvironmentConfig, environment: Environment) -> ProblemSets:
+    """The first `heldout_prompts` different prompts of one split, and what the other has besides.
+
+    Args:
+        config: how many problems are drawn.
+        environment: gives them.
+
+    Raises:
+        UserError: too few different prompts.
+    """
+    most = MAX_DRAWS * config.heldout_prompts
+    heldout: dict[str, Problem] = {}
+    drawn = []
+    for problem in islice(environment.problems("heldout"), most):
+        drawn.append(problem)
+        heldout.setdefault(problem.prompt, problem)
+        if len(heldout) == config.heldout_prompts:
+            break
+    else:
+        raise UserError(
+            f"`environment.heldout_prompts` must be at most {len(heldout)} here, the different "
+            f"prompts among {len(drawn)} problems of `{config.label}`, got {config.heldout_prompts}"
+        )
+    train: dict[str, Problem] = {}
+    drawn = list(islice(environment.problems("train"), config.train_prompts))
+    for problem in drawn:
+        if problem.prompt not in heldout:
+            train.setdefault(problem.prompt, problem)
+    if not train:
+        raise UserError(
+            f"`environment`: all {len(drawn)} training problems of `{config.label}` "
+            "have held-out prompts; lower `heldout_prompts` or make the task's range larger"
+        )
+    return ProblemSets(tuple(train.values()), tuple(heldout.values()))

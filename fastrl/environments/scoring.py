@@ -1,0 +1,36 @@
+"""From a config to its environment, and the rewards that an environment gives."""
+
+from __future__ import annotations
+
+import math
+
+from fastrl.config.environment import AnyEnvironmentConfig, PythonEnvironmentConfig
+from fastrl.environments.protocol import Environment, Problem
+from fastrl.environments.reasoning_gym import ReasoningGymEnvironment
+from fastrl.environments.user_class import UserEnvironment
+
+
+def build_environment(config: AnyEnvironmentConfig, seed: int) -> Environment:
+    """The environment of a config.
+
+    Raises:
+        UserError: as the environment's class says.
+    """
+    if isinstance(config, PythonEnvironmentConfig):
+        return UserEnvironment(config, seed)
+    return ReasoningGymEnvironment(config, seed)
+
+
+def finite_score(environment: Environment, problem: Problem, answer: str | None) -> float:
+    """The reward of an answer, a finite number; it raises what the environment raises.
+
+    Raises:
+        TypeError: the score is no number.
+        ValueError: it is not finite.
+    """
+    score = environment.score(problem, answer)
+    if isinstance(score, str | bytes) or not hasattr(score, "__float__"):
+        raise TypeError(f"`score` must return a number, got {score!r}")
+    if not math.isfinite(score):
+        raise ValueError(f"`score` must return a finite number, got {score!r}")
+    return float(score)
