@@ -118,7 +118,7 @@ def test_the_definition_imports_torch_only_and_nothing_ships_on_it() -> None:
         assert others - sys.stdlib_module_names <= {"torch"}, path
 
 
-@pytest.mark.parametrize("module", ["fastrl.config", "fastrl.cli", "fastrl.environments.scoring"])
+@pytest.mark.parametrize("module", ["fastrl.config", "fastrl.cli", "fastrl.environments.pool"])
 def test_configs_environments_and_the_command_line_import_without_torch(module: str) -> None:
     done = _run(f"import sys, {module}; print(sorted({{'torch', 'triton'}} & set(sys.modules)))")
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -51,8 +51,18 @@ TokenizerConfig = Annotated[
 ]
 
 
+class ScoringLimitsConfig(Config):
+    """What the scoring of a completion may take; beyond it counts as no answer."""
+
+    seconds: float = Field(default=5.0, ge=0.01, le=3600)
+    """Most time for one completion."""
+
+    memory_gib: float = Field(default=2.0, ge=0.25, le=4096)
+    """Most memory of a worker (its address space, on Linux), with what it imports."""
+
+
 class EnvironmentConfig(Config):
-    """What every environment shares: how many of its problems are taken."""
+    """What every environment shares: how many problems are taken, and how they are scored."""
 
     train_prompts: int = Field(default=8192, gt=0, le=10**7)
     """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
@@ -60,6 +70,18 @@ class EnvironmentConfig(Config):
 
     heldout_prompts: int = Field(default=512, gt=0, le=10**6)
     """Different prompts to be drawn for evaluation, which training never sees."""
+
+    workers: int = Field(default=2, gt=0, le=1024)
+    """Processes that score completions, at most, beside each process of the run. They start when
+    there is work for them."""
+
+    limits: ScoringLimitsConfig = ScoringLimitsConfig()
+    """Of each worker. One that is beyond them is killed and replaced."""
+
+    @property
+    def has_fence(self) -> bool:
+        """Whether workers can write no files, start no processes and reach no network."""
+        return True
 
 
 class ReasoningGymConfig(EnvironmentConfig):
@@ -132,6 +154,16 @@ class PythonEnvironmentConfig(EnvironmentConfig):
 
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class beside `seed`."""
+
+    fence: bool = True
+    """Whether `score` can write no files, start no processes and reach no network, and sees no
+    environment variables. False is for a class that needs them, such as one that asks a server, and
+    does not evaluate a completion's text itself."""
+
+    @property
+    def has_fence(self) -> bool:
+        """Whether workers can write no files, start no processes and reach no network."""
+        return self.fence
 
     @property
     def label(self) -> str:

@@ -62,7 +62,7 @@ def build_context(
     tokenizer = build_tokenizer(config.tokenizer)
     environment = None
     if config.environment is not None and with_environment:
-        environment = RunEnvironment(config.environment, config.seed)
+        environment = RunEnvironment(config.environment, config.seed, processes, launch=distributed)
         _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
     llama = _build_llama(config, tokenizer, processes, checkpoint)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastrl.config.base import UserError
 from fastrl.config.environment import AnyEnvironmentConfig
+from fastrl.environments.pool import Outcomes, ScoringPool
 from fastrl.environments.problem_sets import draw_problem_sets
 from fastrl.environments.protocol import Problem
-from fastrl.environments.scoring import build_environment, finite_score
+from fastrl.environments.scoring import build_environment
+from fastrl.training.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Scores:
 
     Attributes:
         rewards: of the completions, in order.
-        metrics: how many of them could not be scored, by name.
+        metrics: how many of them counted as no answer, by name.
     """
 
     rewards: list[float]
@@ -25,11 +28,14 @@ class Scores:
 
 
 class RunEnvironment:
-    """Problems of an environment and their rewards.
+    """Problems of an environment, and workers that score completions of them.
 
     Args:
         config: of the environment.
         seed: of the run.
+        processes: that share the scoring; default: this one alone.
+        launch: whether a worker starts at once, while problems are drawn; otherwise when there is
+            something to score.
 
     Attributes:
         train: problems for training.
@@ -39,23 +45,58 @@ class RunEnvironment:
         UserError: what the config asks for is not there, fails, or has too few different prompts.
     """
 
-    def __init__(self, config: AnyEnvironmentConfig, seed: int) -> None:
-        self._environment = build_environment(config, seed)
-        problems = draw_problem_sets(config, self._environment)
+    def __init__(
+        self,
+        config: AnyEnvironmentConfig,
+        seed: int,
+        processes: Processes | None = None,
+        *,
+        launch: bool = False,
+    ) -> None:
+        self._pool = ScoringPool(config, seed)
+        if launch:
+            self._pool.launch()
+        problems = draw_problem_sets(config, build_environment(config, seed))
         self.train = problems.train
         self.heldout = problems.heldout
+        self._processes = processes
+        self._pool.set_probe(problems.heldout[0])
+
+    def start(self) -> None:
+        """Waits for a worker, so that what is wrong with the scoring is told before the run begins.
+
+        Raises:
+            UserError: the environment cannot be made in a worker, or cannot score.
+        """
+        self._pool.start()
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.close()
 
     def score(self, problems: Sequence[Problem], answers: Sequence[str | None]) -> Scores:
         """The rewards of answers, one a problem; None is a completion that did not end.
 
-        An answer at which the environment fails counts as none, and in `score_errors`.
+        An answer that cannot be scored counts as none, and in a metric: `score_errors` if the
+        environment failed, `score_timeouts` if it took too long, `score_failures` if the worker
+        died. Each of the run's processes scores a share, and all get the same; all must call.
+
+        Raises:
+            UserError: as `ScoringPool.score`; on all processes if on one.
         """
-        rewards, errors = [], 0
-        for problem, answer in zip(problems, answers, strict=True):
-            try:
-                reward = finite_score(self._environment, problem, answer)
-            except Exception:  # some verifiers parse without a guard, and with whatever parser
-                errors += 1
-                reward = finite_score(self._environment, problem, None)
-            rewards.append(reward)
-        return Scores(rewards, {"score_errors": float(errors)})
+        size, rank = (self._processes.size, self._processes.rank) if self._processes else (1, 0)
+        mine: Outcomes | UserError
+        try:
+            mine = self._pool.score(problems[rank::size], answers[rank::size])
+        except UserError as error:
+            mine = error  # the others wait for a share
+        rewards = [0.0] * len(answers)
+        metrics = dict.fromkeys(("score_errors", "score_timeouts", "score_failures"), 0.0)
+        for number, share in enumerate(self._processes.gather(mine) if self._processes else [mine]):
+            if isinstance(share, UserError):
+                raise share
+            rewards[number::size] = share.rewards
+            metrics["score_errors"] += len(share.errors)
+            metrics["score_timeouts"] += len(share.timeouts)
+            metrics["score_failures"] += len(share.failures)
+        return Scores(rewards, metrics)

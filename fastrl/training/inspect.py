@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -35,9 +36,10 @@ def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:
     context = build_context(config, checkpoint=checkpoint)
     assert context.environment is not None
     context.generator.manual_seed(seeded(config.seed, "evaluation").getrandbits(63))
-    evaluation = score_heldout(
-        config.evaluation, context.environment, context.tokenizer, context.sampler
-    )
+    with closing(context.environment) as environment:
+        evaluation = score_heldout(
+            config.evaluation, environment, context.tokenizer, context.sampler
+        )
     console = Console()
     print_line(
         console,

@@ -62,6 +62,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     phase = Phase(config, state.phase, context, sources.pop(state.phase))
     if state.optimizer is not None:
         phase.restore(state)
+    if context.environment is not None:
+        context.environment.start()
     writer: MetricsWriter | NoWriter = NoWriter()
     if is_main:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     finally:
         display.close()
         writer.close()
+        if context.environment is not None:
+            context.environment.close()
     context.processes.close()
     end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
     if config.logging.report and is_main:

@@ -67,7 +67,7 @@ def test_rewards_are_the_verifiers() -> None:
     scores = environment.score([problem] * len(answers), answers)
     # reasoning-gym: 2 of 4 characters are the answer
     assert scores.rewards == [1, 1, 1, 1, 0.5, 0, 0, 0]
-    assert scores.metrics == {"score_errors": 0}
+    assert scores.metrics == {"score_errors": 0, "score_timeouts": 0, "score_failures": 0}
 
 
 def test_the_verifier_gets_the_stripped_answer_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

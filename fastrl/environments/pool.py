@@ -1,0 +1,258 @@
+"""Worker processes that score completions, so that no text of a model is evaluated in the trainer.
+
+A worker that takes too long, dies or answers what it must not is killed and replaced. Its item
+counts as a completion without an answer, and the rest of its work goes to the others.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import selectors
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fastrl.config.base import UserError
+from fastrl.config.environment import AnyEnvironmentConfig, PythonEnvironmentConfig
+from fastrl.environments.protocol import Problem
+from fastrl.environments.worker import ERROR, FAILED, READY, Start
+from fastrl.environments.worker_process import WorkerProcess
+
+_START_SECONDS = 300.0
+"""Most time that a worker may take to import what it needs."""
+
+_MAX_CHUNK = 128
+"""Most items in a message to a worker."""
+
+_MAX_LOSSES = 3
+"""Workers that may be lost at the same completion without an answer, before the run ends."""
+
+
+@dataclass
+class Outcomes:
+    """What became of some completions.
+
+    Attributes:
+        rewards: of the completions, in order.
+        errors: numbers of those at which the environment failed.
+        timeouts: numbers of those that took longer than allowed.
+        failures: numbers of those at which the worker died or answered something else.
+    """
+
+    rewards: list[float]
+    errors: set[int] = field(default_factory=set)
+    timeouts: set[int] = field(default_factory=set)
+    failures: set[int] = field(default_factory=set)
+
+
+class ScoringPool:
+    """Worker processes, each with an environment of its own, started when they are needed.
+
+    They end with the pool, and with the process that made it.
+
+    Args:
+        config: of the environment.
+        seed: of the run.
+    """
+
+    def __init__(self, config: AnyEnvironmentConfig, seed: int) -> None:
+        self._config = config
+        self._start = pickle.dumps(Start(config, seed))
+        self._probe: bytes | None = None
+        self._workers: list[WorkerProcess] = []
+        weakref.finalize(self, _end, self._workers)
+
+    def launch(self) -> None:
+        """Starts a worker without waiting for it."""
+        worker = WorkerProcess(self._start, has_fence=self._config.has_fence)
+        worker.deadline = time.monotonic() + _START_SECONDS
+        self._workers.append(worker)
+        if self._probe is not None:
+            worker.send(self._probe)
+
+    def set_probe(self, probe: Problem) -> None:
+        """Gives the problem that each worker scores first, which must be before any is ready.
+
+        An environment that cannot score is so told before any completion is.
+
+        Raises:
+            UserError: the problem cannot be pickled.
+        """
+        is_own = isinstance(self._config, PythonEnvironmentConfig) and probe.answer is not None
+        pairs = [(probe, answer) for answer in ((None, probe.answer) if is_own else (None,))]
+        try:
+            self._probe = pickle.dumps(pairs)
+        except Exception as error:
+            raise UserError(
+                f"{self._config.label}: `Problem.data` must be something that can be pickled, got "
+                f"{probe.data!r} ({error})"
+            ) from error
+        for worker in self._workers:
+            worker.send(self._probe)
+
+    def start(self) -> None:
+        """Waits until a worker is ready, and starts one if need be.
+
+        Raises:
+            UserError: it cannot be started, or fails at the probe.
+        """
+        if not self._workers:
+            self.launch()
+        if not any(worker.is_ready for worker in self._workers):
+            self.score([], [], start=True)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        _end(self._workers)
+
+    def score(
+        self, problems: Sequence[Problem], answers: Sequence[str | None], *, start: bool = False
+    ) -> Outcomes:
+        """The rewards of answers, one a problem; None is a completion that did not end.
+
+        Args:
+            problems: of the environment.
+            answers: of the model, one a problem.
+            start: whether to wait for a first worker that is ready.
+
+        Raises:
+            UserError: a worker cannot be started, or the environment cannot score None.
+        """
+        batch = _Batch(problems, answers, self._config)
+        try:
+            self._hand_out(batch)
+            while batch.chunks or any(worker.numbers for worker in self._workers) or start:
+                _wait(self._workers)
+                for worker in list(self._workers):
+                    self._collect(worker, batch)
+                self._hand_out(batch)
+                start = start and not any(worker.is_ready for worker in self._workers)
+        except BaseException:
+            self.close()  # they may be in the middle of something
+            raise
+        return batch.outcomes
+
+    def _hand_out(self, batch: _Batch) -> None:
+        """Gives work to those that wait for some, and starts workers for what is left."""
+        for worker in list(self._workers):
+            if not batch.chunks or worker.deadline is not None:
+                continue
+            if worker.read() or worker.has_ended:  # nothing was asked of it
+                self._remove(worker)
+                continue
+            worker.numbers.extend(batch.chunks.popleft())
+            worker.send(pickle.dumps([batch.item(number) for number in worker.numbers]))
+            worker.deadline = time.monotonic() + self._config.limits.seconds
+        num_starting = sum(not worker.is_ready for worker in self._workers)
+        while num_starting < len(batch.chunks) and len(self._workers) < self._config.workers:
+            self.launch()
+            num_starting += 1
+
+    def _collect(self, worker: WorkerProcess, batch: _Batch) -> None:
+        """Takes a worker's answers, and replaces it where they do not come."""
+        if worker.deadline is None:
+            return
+        frames = worker.read()
+        for kind, count, value in frames:
+            if not worker.is_ready:
+                if kind != READY:
+                    text = worker.text if kind == FAILED else "it answers something else"
+                    raise UserError(f"`environment`: a scoring worker cannot be started: {text}")
+                worker.is_ready = True
+            elif worker.expects(kind, count, value):
+                worker.count = count
+                batch.note(worker.numbers.popleft(), value, is_error=kind == ERROR)
+            else:
+                self._lose(worker, batch, batch.outcomes.failures)
+                return
+        is_late = not frames and time.monotonic() > worker.deadline
+        if not worker.numbers and worker.is_ready:
+            worker.deadline = None
+        elif worker.has_ended or is_late:
+            outcomes = batch.outcomes
+            self._lose(worker, batch, outcomes.timeouts if is_late else outcomes.failures)
+        elif frames:
+            worker.deadline = time.monotonic() + self._config.limits.seconds
+
+    def _lose(self, worker: WorkerProcess, batch: _Batch, numbers: set[int]) -> None:
+        self._remove(worker)
+        if not worker.is_ready:
+            raise UserError(
+                f"`environment`: a scoring worker cannot be started: it ended with exit code "
+                f"{worker.exit_code}, or was not ready after {_START_SECONDS:g} s"
+            )
+        batch.lose(list(worker.numbers), numbers)
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
+        worker.end()
+
+
+class _Batch:
+    """Completions that are being scored: what is left, and what became of the rest."""
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        answers: Sequence[str | None],
+        config: AnyEnvironmentConfig,
+    ) -> None:
+        self._problems = problems
+        self._answers = list(answers)
+        self._losses = [0] * len(answers)
+        self._config = config
+        self.outcomes = Outcomes([math.nan] * len(answers))
+        size = min(_MAX_CHUNK, math.ceil(len(answers) / config.workers)) or 1
+        numbers = range(len(answers))
+        self.chunks = deque([*numbers[i : i + size]] for i in range(0, len(answers), size))
+
+    def item(self, number: int) -> tuple[Problem, str | None]:
+        return self._problems[number], self._answers[number]
+
+    def note(self, number: int, reward: float, *, is_error: bool) -> None:
+        self.outcomes.rewards[number] = reward
+        if is_error:
+            self.outcomes.errors.add(number)
+
+    def lose(self, numbers: list[int], kind: set[int]) -> None:
+        """Takes back what a lost worker had; the first of it is scored as none, on its own."""
+        if not numbers:
+            return  # it said too much when all was done
+        first, *rest = numbers
+        if rest:
+            self.chunks.appendleft(rest)
+        self.chunks.appendleft([first])
+        if self._answers[first] is not None:
+            self._answers[first] = None
+            kind.add(first)
+            return
+        self._losses[first] += 1
+        if self._losses[first] == _MAX_LOSSES:
+            raise UserError(
+                f"{self._config.label}: `score` must give the reward of no answer (None), but "
+                f"{_MAX_LOSSES} workers were lost at it; are `environment.limits` too low? They are"
+                f" {self._config.limits.seconds:g} s and {self._config.limits.memory_gib:g} GiB"
+            )
+
+
+def _wait(workers: Sequence[WorkerProcess]) -> None:
+    """Until one of them has something to say or can take more, or is late."""
+    busy = [worker for worker in workers if worker.deadline is not None]
+    with selectors.DefaultSelector() as selector:
+        for worker in busy:
+            selector.register(worker.answers, selectors.EVENT_READ)
+            if worker.unsent:
+                selector.register(worker.messages, selectors.EVENT_WRITE)
+        earliest = min(worker.deadline for worker in busy if worker.deadline is not None)
+        selector.select(max(0.0, earliest - time.monotonic()))
+    for worker in busy:
+        worker.send_more()
+
+
+def _end(workers: list[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.end()
+    workers.clear()
