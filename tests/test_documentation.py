@@ -10,7 +10,10 @@ from fastrl.config import ConfigError, RunConfig, load_config, parse_config
 from fastrl.config.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
+]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
