@@ -124,6 +124,44 @@ class FileRolloutsConfig(Config):
 RolloutsConfig = Annotated[SamplerRolloutsConfig | FileRolloutsConfig, Field(discriminator="type")]
 
 
+class OverlongShapingConfig(Config):
+    """DAPO's soft punishment of overlong completions; arXiv:2503.14476, equation 13.
+
+    To the reward of a completion of |y| tokens, its end token included, is added
+
+         0                                                   |y| <= max_length - cache_length
+         (max_length - cache_length - |y|) / cache_length           up to max_length
+        -1                                                          beyond it
+    """
+
+    type: Literal["overlong"] = "overlong"
+    """Names the kind of shaping."""
+
+    max_length: int | None = Field(default=None, gt=0)
+    """L_max. Default: `sampler.max_new_tokens`; rollouts of type `files` must be given it."""
+
+    cache_length: int | None = Field(default=None, gt=0)
+    """L_cache, the length over which the punishment grows. Default: a fifth of `max_length`, as in
+    the paper (4096 of 20480), and at least 1."""
+
+    def resolved(self, max_new_tokens: int | None) -> tuple[int, int]:
+        """`max_length` and `cache_length` for a sampler of so long completions; None for files."""
+        max_length = max_new_tokens if self.max_length is None else self.max_length
+        if max_length is None:
+            raise ValueError("`max_length` is required with `rollouts` of type `files`")
+        cache_length = max(1, max_length // 5) if self.cache_length is None else self.cache_length
+        if cache_length > max_length:
+            raise ValueError(
+                f"`cache_length` must be at most `max_length` ({max_length}), got {cache_length}"
+            )
+        if max_new_tokens is not None and max_length - cache_length >= max_new_tokens:
+            raise ValueError(
+                f"`max_length` - `cache_length` ({max_length} - {cache_length}) must be below "
+                f"`sampler.max_new_tokens` ({max_new_tokens}), or no completion is punished"
+            )
+        return max_length, cache_length
+
+
 class AdvantageConfig(Config):
     """From rewards to advantages, among the completions of one prompt.
 
@@ -139,6 +177,13 @@ class AdvantageConfig(Config):
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups of equal rewards teach nothing. `keep` counts their tokens in what the loss is divided
     by, `drop` leaves them out of the step."""
+
+    shaping: OverlongShapingConfig | None = None
+    """What is added to rewards before advantages are taken. The metric `reward` is without it."""
+
+    truncated: Literal["keep", "drop"] = "keep"
+    """Sampled completions that had not ended. `drop` leaves them out of the loss (DAPO's overlong
+    filtering); their rewards still count in the advantages of their group."""
 
 
 class RLPhaseConfig(PhaseConfig):

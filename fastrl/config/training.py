@@ -23,7 +23,7 @@ from fastrl.config.losses import (
     HeadOptions,
 )
 from fastrl.config.model import LlamaConfig
-from fastrl.config.phases import AnyPhaseConfig, PhaseConfig
+from fastrl.config.phases import AdvantageConfig, AnyPhaseConfig, PhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 
 
@@ -223,12 +223,29 @@ class RunConfig(Config):
                     f"{where} samples from the whole vocabulary, so `model.head.keep` must not be"
                     " given; it is for `rollouts` of type `files` whose sampler kept a part"
                 )
+            if phase.type == "rl":
+                max_new_tokens = None if from_files else self.sampler.max_new_tokens
+                _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
         names = [self.phase_name(index) for index in range(len(self.phases))]
         if len(set(names)) < len(names):
             raise ValueError(f"`phases` must have different names, got {names}")
         return self
+
+
+def _check_advantage(where: str, advantage: AdvantageConfig, max_new_tokens: int | None) -> None:
+    """Refuses what does not fit the source of rollouts; `max_new_tokens` is None for files."""
+    if max_new_tokens is None and advantage.truncated == "drop":
+        raise ValueError(
+            f"{where}.truncated` must be `keep` with `rollouts` of type `files`, which do not say "
+            "whether a completion had ended; leave such documents out of the files"
+        )
+    if advantage.shaping is not None:
+        try:
+            advantage.shaping.resolved(max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{where}.shaping`: {error}") from error
 
 
 _COLUMNS: dict[str, frozenset[str]] = {

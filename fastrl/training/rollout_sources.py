@@ -17,12 +17,19 @@ from fastrl.config.base import UserError
 from fastrl.config.phases import (
     AdvantageConfig,
     FileRolloutsConfig,
+    OverlongShapingConfig,
     SamplerRolloutsConfig,
     SupervisedPhaseConfig,
 )
 from fastrl.config.training import RunConfig
-from fastrl.data.advantages import group_advantages, has_advantage, with_group_advantages
+from fastrl.data.advantages import (
+    group_advantages,
+    has_advantage,
+    with_group_advantages,
+    without_labels,
+)
 from fastrl.data.documents import TOKEN_COLUMNS, Document
+from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
@@ -140,14 +147,18 @@ class SampledRollouts:
             prompts, num_each=config.group_size, temperature=config.temperature
         )
         samples, score_metrics = scored(groups, problems, self._environment, self._tokenizer)
+        completions = [completion for group in groups for completion in group]
+        lengths = [len(completion.tokens) for completion in completions]
+        punishments = _punishments(
+            lengths, self._advantage.shaping, self._sampler.config.max_new_tokens
+        )
         numbers = [number for number, group in enumerate(groups) for _ in group]
         advantages = group_advantages(
-            [sample.reward for sample in samples],
+            [s.reward + punishment for s, punishment in zip(samples, punishments, strict=True)],
             numbers,
             baseline=self._advantage.baseline,
             scale=self._advantage.scale,
         )
-        completions = [completion for group in groups for completion in group]
         documents = [
             Document(
                 tokens=prompts[number] + completion.tokens,
@@ -163,12 +174,17 @@ class SampledRollouts:
                 numbers, completions, samples, advantages, strict=True
             )
         ]
-        lengths = [len(completion.tokens) for completion in completions]
+        if self._advantage.truncated == "drop":
+            documents = [
+                document if completion.finished else without_labels(document)
+                for document, completion in zip(documents, completions, strict=True)
+            ]
         metrics = {
             "completion_length": fmean(lengths),
             "finished": fmean(sample.finished for sample in samples),
             "sampled_tokens": float(sum(lengths)),
             **score_metrics,
+            **_punishment_metrics(punishments, self._advantage.shaping),
         }
         # The first completion of as many problems.
         shown = samples[:: config.group_size]
@@ -260,6 +276,11 @@ class FileRollouts:
                         " got none"
                     )
         _check_same_columns(named)
+        if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
+            raise UserError(
+                f"`advantage.shaping` must not be given, as all documents of "
+                f"{', '.join(config.paths)} have advantages of their own, which it does not change"
+            )
         self.items = ShuffledItems(list(groups.values()), seed)
         self.longest = max(len(document.tokens) for group in groups.values() for document in group)
 
@@ -272,12 +293,25 @@ class FileRollouts:
             documents += [replace(document, group_id=number) for document in group]
             number += 1
         given = [document for document in documents if document.advantage is not None]
+        rewarded = [document for document in documents if document.advantage is None]
+        shaping = self._advantage.shaping
+        punishments = _punishments([completion_length(document) for document in rewarded], shaping)
         relative = with_group_advantages(
-            [document for document in documents if document.advantage is None],
+            [
+                document
+                if document.reward is None
+                else replace(document, reward=document.reward + punishment)
+                for document, punishment in zip(rewarded, punishments, strict=True)
+            ],
             baseline=self._advantage.baseline,
             scale=self._advantage.scale,
         )
-        return _rollouts([*given, *relative], self._advantage, {}, [])
+        result = [
+            replace(shaped, reward=document.reward)
+            for shaped, document in zip(relative, rewarded, strict=True)
+        ]
+        metrics = _punishment_metrics(punishments, shaping)
+        return _rollouts([*given, *result], self._advantage, metrics, [])
 
 
 def _check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
@@ -293,6 +327,25 @@ def _check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
                 f"{lacks[0]}: `{field}` is required, as {has} has it, got none; give it to all "
                 "documents or to none"
             )
+
+
+def _punishments(
+    lengths: Sequence[int], shaping: OverlongShapingConfig | None, max_new_tokens: int | None = None
+) -> list[float]:
+    """What is added to the rewards of completions of so many tokens."""
+    if shaping is None:
+        return [0.0] * len(lengths)
+    max_length, cache_length = shaping.resolved(max_new_tokens)
+    return [
+        overlong_punishment(length, max_length=max_length, cache_length=cache_length)
+        for length in lengths
+    ]
+
+
+def _punishment_metrics(
+    punishments: Sequence[float], shaping: OverlongShapingConfig | None
+) -> dict[str, float]:
+    return {"overlong_punishment": fmean(punishments)} if shaping and punishments else {}
 
 
 def scored(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fastrl.training.sources import SupervisedDocuments
 
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import ReasoningGymConfig
 from fastrl.environments import Problem
 from fastrl.environments.reasoning_gym import ReasoningGymEnvironment
-from fastrl.training.environment import Problem, ReasoningGymEnvironment, RunEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.rollout_sources import SampledRollouts, SupervisedDocuments
 from tests.helpers.runs import begin_phase, tiny_context
 
