@@ -82,14 +82,8 @@ class ScoringPool:
             UserError: the problem cannot be pickled.
         """
         is_own = isinstance(self._config, PythonEnvironmentConfig) and probe.answer is not None
-        pairs = [(probe, answer) for answer in ((None, probe.answer) if is_own else (None,))]
-        try:
-            self._probe = pickle.dumps(pairs)
-        except Exception as error:
-            raise UserError(
-                f"{self._config.label}: `Problem.data` must be something that can be pickled, got "
-                f"{probe.data!r} ({error})"
-            ) from error
+        answers = (None, probe.answer) if is_own else (None,)
+        self._probe = self._pickled([(probe, answer) for answer in answers])
         for worker in self._workers:
             worker.send(self._probe)
 
@@ -144,7 +138,7 @@ class ScoringPool:
                 self._remove(worker)
                 continue
             worker.numbers.extend(batch.chunks.popleft())
-            worker.send(pickle.dumps([batch.item(number) for number in worker.numbers]))
+            worker.send(self._pickled([batch.item(number) for number in worker.numbers]))
             worker.deadline = time.monotonic() + self._config.limits.seconds
         num_starting = sum(not worker.is_ready for worker in self._workers)
         while num_starting < len(batch.chunks) and len(self._workers) < self._config.workers:
@@ -176,6 +170,15 @@ class ScoringPool:
             self._lose(worker, batch, outcomes.timeouts if is_late else outcomes.failures)
         elif frames:
             worker.deadline = time.monotonic() + self._config.limits.seconds
+
+    def _pickled(self, items: Sequence[tuple[Problem, str | None]]) -> bytes:
+        try:
+            return pickle.dumps(items)
+        except Exception as error:
+            raise UserError(
+                f"{self._config.label}: `Problem.data` must be something that can be pickled, got "
+                f"{items[0][0].data!r} ({error})"
+            ) from error
 
     def _lose(self, worker: WorkerProcess, batch: _Batch, numbers: set[int]) -> None:
         self._remove(worker)

@@ -240,6 +240,14 @@ def test_workers_see_no_secrets_no_input_and_an_empty_folder(
     pool.close()
 
 
+def test_data_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    pool = _pool(tmp_path)
+    with pytest.raises(UserError, match=r"`Problem\.data` must be something that can be"):
+        pool.score([Problem("", data=lambda: 0)], ["1"])
+    assert _score(pool, "0.5").rewards == [0.5]
+    pool.close()
+
+
 def test_the_memory_of_a_worker_is_bounded(tmp_path: Path) -> None:
     pool = _pool(tmp_path, limits={"memory_gib": 0.5})
     outcomes = _score(pool, "len(bytes(2**28)) / 2**28", "len(bytes(2**29)) / 2**29")
