@@ -117,9 +117,11 @@ def _config_check(arguments: argparse.Namespace) -> int:
 
     config = load_config(RunConfig, arguments.file, arguments.overrides)
     if config.environment is not None:
-        from fastrl.training.environment import ReasoningGymEnvironment
+        from fastrl.environments.problem_sets import draw_problem_sets
+        from fastrl.environments.scoring import build_environment
 
-        ReasoningGymEnvironment(config.environment, config.seed)
+        environment = build_environment(config.environment, config.seed)
+        draw_problem_sets(config.environment, environment)
     print(f"# {arguments.file} is valid. With its overrides and all defaults:")
     print(dump_config(config), end="")
     return 0

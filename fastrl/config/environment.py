@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from fastrl.config.base import Config, PathText
@@ -185,8 +185,17 @@ class PythonEnvironmentConfig(EnvironmentConfig):
         return config
 
 
+def _with_type(values: Any) -> Any:
+    """`reasoning_gym` where a section names no type but a task."""
+    if isinstance(values, dict) and "type" not in values and "task" in values:
+        return {"type": "reasoning_gym"} | values
+    return values
+
+
 AnyEnvironmentConfig = Annotated[
-    ReasoningGymConfig | PythonEnvironmentConfig, Field(discriminator="type")
+    ReasoningGymConfig | PythonEnvironmentConfig,
+    Field(discriminator="type"),
+    BeforeValidator(_with_type),
 ]
 
 

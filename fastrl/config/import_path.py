@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import traceback
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
@@ -69,8 +70,9 @@ def _file_module(path: Path) -> ModuleType:
             f"must name a class, but there is no file `{path}`; paths are relative to the current"
             " folder"
         )
-    # By its place and not by its stem, which may be the name of an installed package.
-    key = str(path.resolve())
+    # Not by its stem alone, which may be the name of an installed package; and without a dot, as
+    # pickle imports the module of a class by this name.
+    key = f"{path.stem}_{sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if key in sys.modules:
         return sys.modules[key]
     spec = importlib.util.spec_from_file_location(key, path)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import PythonEnvironmentConfig
+from fastrl.config.import_path import import_class
 from fastrl.environments.protocol import Environment, Problem, Split
 
 
@@ -33,7 +28,8 @@ class UserEnvironment:
 
     def __init__(self, config: PythonEnvironmentConfig, seed: int) -> None:
         self._config = config
-        self._module, made_by = _find_class(config)
+        made_by = _find_class(config.path)
+        self._file = sys.modules[made_by.__module__].__file__
         with self._named("`__init__`"):
             self._made: Environment = made_by(seed=seed, **config.config)
         self._check_method("problems", "split")
@@ -78,7 +74,7 @@ class UserEnvironment:
         except UserError:
             raise
         except Exception as error:
-            place = _line_in(error, self._module.__file__)
+            place = _line_in(error, self._file)
             raise UserError(f"{self._config.path}: {what} raised {described(error)}{place}") from (
                 error
             )
@@ -90,53 +86,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _find_class(config: PythonEnvironmentConfig) -> tuple[ModuleType, Callable[..., Any]]:
-    source, _, name = config.path.rpartition(":")
+def _find_class(path: str) -> type:
     try:
-        module = _module_of_file(Path(source)) if source.endswith(".py") else _import(source)
-    except UserError:
-        raise
-    except Exception as error:
-        place = _line_in(error, str(Path(source)) if source.endswith(".py") else None)
-        raise UserError(
-            f"`environment.path`: {source} cannot be loaded: {described(error)}{place}"
-        ) from error
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(name, classes, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise UserError(f"`environment.path`: {source} has no class `{name}`{hint}")
-    return module, found
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(
-            f"`environment.path`: {path} is not there; paths are relative to the current folder"
-        )
-    # Not under its own name, which may be that of an installed package; by this one the classes in
-    # it are found again when a problem's data is unpickled in a worker.
-    name = f"fastrl_environment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
-        raise UserError(
-            f"`environment.path`: there is no module `{name}`; install its package, or give a file "
-            "as `FILE.py:CLASS`"
-        ) from error
+        return import_class(path)
+    except UserError as error:
+        raise UserError(f"`environment.path` {error}") from error
 
 
 def _line_in(error: BaseException, path: str | None) -> str:

@@ -33,7 +33,7 @@ from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import Problem, RunEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer

@@ -415,3 +415,11 @@ def test_configs_are_frozen_and_described() -> None:
         config.hidden_size = 1
     description = LlamaConfig.model_json_schema()["properties"]["hidden_size"]["description"]
     assert description == "Width of the residual stream."
+
+
+def test_an_environment_with_a_task_alone_is_of_reasoning_gym() -> None:
+    values = {"environment": {"task": "chain_sum"}, "phases": [{"type": "supervised", "steps": 1}]}
+    values["phases"][0]["losses"] = {"a": {"type": "cross_entropy"}}  # type: ignore[index]
+    environment = parse_config(RunConfig, values).environment
+    assert environment is not None
+    assert environment.type == "reasoning_gym"

@@ -1,6 +1,7 @@
 """docs/adding_an_environment.md: its class is trained on, and its message is what one gets."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ def test_the_page_trains(
     capsys.readouterr()
 
     (shown,) = _blocks("text")
+    # As in a new process, which reads the file anew.
+    for name in [name for name in sys.modules if name.startswith("product_")]:
+        monkeypatch.delitem(sys.modules, name)
     Path("product.py").write_text(task.replace('f"{a}*{b}="', "3"), encoding="utf-8")
     assert main(["train", "run.yaml", "--run-dir", "again"]) == 2
     assert capsys.readouterr().err == shown

@@ -15,7 +15,7 @@ from fastrl.data.rollouts import write_rollouts
 from fastrl.training.environment import Scores
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import Rollouts
-from tests.helpers.runs import tiny, tiny_context
+from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 
 def equation_13(length: int, longest: int, cache: int) -> float:
@@ -49,7 +49,7 @@ def _sampled(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Rollouts:
     scores = Scores(rewards, {})
     monkeypatch.setattr(context.environment, "score", lambda problems, answers: scores)
     context.generator.manual_seed(1)
-    return Phase(config, 1, context).source.next()
+    return begin_phase(config, 1, context).source.next()
 
 
 def _lengths(documents: list[Document]) -> list[int]:
@@ -117,7 +117,7 @@ def _phase(path: Path, *overrides: str) -> Phase:
         "phases.1.advantage.scale=none",
         *overrides,
     )
-    return Phase(config, 1, context)
+    return begin_phase(config, 1, context)
 
 
 SHAPING = "phases.1.advantage.shaping={max_length: 5, cache_length: 4}"
