@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.table import markdown
-from fastrl.config import LlamaConfig
-from fastrl.config.losses import GRPOLossConfig
+from fastrl.config import GRPOLossConfig, LlamaConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.estimate.collectives import collectives
 from fastrl.estimate.head import head_ops
