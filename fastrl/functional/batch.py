@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_INTEGER_COLUMNS = (
-    "tokens",
-    "positions",
-    "labels",
-    "document_index",
-    "model_version",
-    "group_index",
-)
-_FLOAT_COLUMNS = (
-    "label_counts",
-    "advantages",
-    "old_logprobs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "temperature",
-    "group_label_counts",
-)
+
+def _int64(source: str | None = None) -> Mapping[str, str | None]:
+    """Metadata of an int64 [T] field and the field of `Document` that gives it, if one does."""
+    return {"dtype": "int64", "source": source}
+
+
+def _float(source: str | None = None) -> Mapping[str, str | None]:
+    """Metadata of a floating-point [T] field, as `_int64`."""
+    return {"dtype": "floating-point", "source": source}
 
 
 # Not to be changed, but not frozen: torch.compile of torch 2.11 guards on all that is in a frozen
@@ -127,24 +120,28 @@ class BatchKwargs:
     Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
     """
 
-    tokens: Tensor  # [T]
-    positions: Tensor  # [T]
-    labels: Tensor  # [T]
-    document_index: Tensor  # [T]
-    label_counts: Tensor  # [T]
+    tokens: Tensor = field(metadata=_int64())  # [T]
+    positions: Tensor = field(metadata=_int64())  # [T]
+    labels: Tensor = field(metadata=_int64())  # [T]
+    document_index: Tensor = field(metadata=_int64())  # [T]
+    label_counts: Tensor = field(metadata=_float())  # [T]
     num_documents: int
     num_labels_in_batch: int | Tensor
     num_documents_in_batch: int | Tensor
-    advantages: Tensor | None = None  # [T]
-    old_logprobs: Tensor | None = None  # [T]
-    ref_logprobs: Tensor | None = None  # [T]
-    rollout_logprobs: Tensor | None = None  # [T]
-    temperature: float | Tensor = 1.0  # scalar or [T]
-    model_version: Tensor | None = None  # [T]
+    advantages: Tensor | None = field(default=None, metadata=_float("advantage"))  # [T]
+    old_logprobs: Tensor | None = field(default=None, metadata=_float("logprobs"))  # [T]
+    ref_logprobs: Tensor | None = field(default=None, metadata=_float("ref_logprobs"))  # [T]
+    rollout_logprobs: Tensor | None = field(
+        default=None, metadata=_float("rollout_logprobs")
+    )  # [T]
+    temperature: float | Tensor = field(
+        default=1.0, metadata=_float("temperature")
+    )  # scalar or [T]
+    model_version: Tensor | None = field(default=None, metadata=_int64("model_version"))  # [T]
     rewards: Tensor | None = None  # [num_documents]
     current_version: int | None = None
-    group_index: Tensor | None = None  # [T]
-    group_label_counts: Tensor | None = None  # [T]
+    group_index: Tensor | None = field(default=None, metadata=_int64("group_id"))  # [T]
+    group_label_counts: Tensor | None = field(default=None, metadata=_float("group_id"))  # [T]
     num_groups: int = 0
     num_groups_in_batch: int | Tensor = 0
     kept_tokens: Tensor | None = None  # [T, K]
@@ -157,19 +154,17 @@ class BatchKwargs:
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""
         shape = self.labels.shape
-        for name in (*_INTEGER_COLUMNS, *_FLOAT_COLUMNS):
+        for name, dtype in _DTYPES.items():
             value = getattr(self, name)
             if not isinstance(value, Tensor) or (name == "temperature" and value.ndim == 0):
                 continue
-            is_integer = name in _INTEGER_COLUMNS
             if value.shape != shape or value.ndim != 1:
                 raise ValueError(
                     f"`{name}` must be of shape [T], one value a label ({list(shape)}), got "
                     f"{list(value.shape)}"
                 )
-            if value.dtype != torch.int64 if is_integer else not value.is_floating_point():
-                kind = "int64" if is_integer else "floating-point"
-                raise ValueError(f"`{name}` must be {kind}, got {value.dtype}")
+            if value.dtype != torch.int64 if dtype == "int64" else not value.is_floating_point():
+                raise ValueError(f"`{name}` must be {dtype}, got {value.dtype}")
 
     @property
     def rows_with_labels(self) -> RowSet:
@@ -207,8 +202,7 @@ class BatchKwargs:
 
         `whole_documents` goes on to describe the shard, not the selection.
         """
-        names = (*_INTEGER_COLUMNS, *_FLOAT_COLUMNS)
-        vectors = {name: getattr(self, name) for name in names}
+        vectors = {name: getattr(self, name) for name in _DTYPES}
         gathered: dict[str, Any] = {
             name: value[index]
             for name, value in vectors.items()
@@ -223,7 +217,7 @@ class BatchKwargs:
     @property
     def row_sets(self) -> dict[str, RowSet]:
         """The row sets that there are, by the name of their field."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: value for name, value in values if isinstance(value, RowSet)}
 
     def span(self, start: int, stop: int) -> BatchKwargs:
@@ -234,10 +228,19 @@ class BatchKwargs:
     def _map(self, function: Any) -> BatchKwargs:
         """The batch with `function` applied to every tensor, also those of row sets."""
         changes: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Tensor):
-                changes[field.name] = function(value)
+                changes[each.name] = function(value)
             elif isinstance(value, RowSet):
-                changes[field.name] = replace(value, index=function(value.index))
+                changes[each.name] = replace(value, index=function(value.index))
         return replace(self, **changes)
+
+
+_COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
+_DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}
+
+SOURCES: dict[str, str] = {
+    name: column["source"] for name, column in _COLUMNS.items() if column["source"]
+}
+"""The field of `Document` that gives each [T] field of a batch; the others follow from packing."""

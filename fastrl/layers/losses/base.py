@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from fastrl.config.loss_options import LossConfig
 from fastrl.config.user_losses import ConfiguredLoss
-from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.batch import SOURCES, BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
 
 ConfigT = TypeVar("ConfigT", bound=LossConfig)
@@ -98,16 +98,6 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
     return torch.where(mask, values, 0)
 
 
-_SOURCES = {
-    "old_logprobs": "`logprobs`",
-    "ref_logprobs": "`ref_logprobs`",
-    "rollout_logprobs": "`rollout_logprobs`",
-    "advantages": "`advantage`",
-    "model_version": "`model_version`",
-    "group_index": "`group_id`",
-    "group_label_counts": "`group_id`",
-}
-
 ValueT = TypeVar("ValueT")
 
 
@@ -120,8 +110,8 @@ def required(
         ValueError: it does not.
     """
     if value is None:
-        source = _SOURCES.get(name)
-        remedy = f" give each Document {source}." if source else f" set `{name}` of the batch."
+        source = SOURCES.get(name)
+        remedy = f" give each Document `{source}`." if source else f" set `{name}` of the batch."
         name = f"`{name}` must be in the batch for the {type(loss).__name__}{reason}"
         raise ValueError(f"{name}, got None;{remedy}")
     return value
