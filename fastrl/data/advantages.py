@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import fsum, isnan, sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from fastrl.data.documents import Document, DocumentError, shift_documents
+from fastrl.data.checks import check_document
+from fastrl.data.columns import PER_TOKEN
+from fastrl.data.documents import Document, DocumentError
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["none", "group", "batch"]
@@ -60,8 +62,8 @@ def without_zero_groups(documents: Sequence[Document]) -> list[Document]:
     """Documents where groups whose advantages are all 0 have no labels (DAPO's filter).
 
     Such a group has no policy gradient, but with labels it counts in what the loss is divided by,
-    and its KL and entropy terms act. Documents without advantage have no say. A document without
-    `group_id` is a group of its own.
+    and its KL and entropy terms act. Documents without advantage have no influence. A document
+    without `group_id` is a group of its own.
     """
     active: set[int | str | None] = set()
     for document in documents:
@@ -87,15 +89,8 @@ def without_labels(document: Document) -> Document:
 
     It counts nowhere: neither in the sum of a loss nor in what the loss is divided by.
     """
-    return replace(
-        document,
-        prompt_length=len(document.tokens),
-        loss_mask=None,
-        logprobs=None,
-        ref_logprobs=None,
-        rollout_logprobs=None,
-        advantage=None,
-    )
+    none: dict[str, Any] = dict.fromkeys(PER_TOKEN)
+    return replace(document, prompt_length=len(document.tokens), loss_mask=None, **none)
 
 
 def group_advantages(
@@ -225,14 +220,15 @@ def with_kl_in_rewards(documents: Sequence[Document], coefficient: float) -> lis
     """
     result = []
     for number, document in enumerate(documents):
-        if document.reward is None or isnan(document.reward):
+        if not document.is_scored:
             result.append(document)
             continue
         for field in ("logprobs", "ref_logprobs"):
             if getattr(document, field) is None:
                 raise DocumentError(number, field, "is required for a KL in the reward, got none")
-        shifted = shift_documents([document], columns=("old_logprobs", "ref_logprobs"))
-        old, reference = shifted.columns["old_logprobs"], shifted.columns["ref_logprobs"]
-        divergence = fsum((old.astype(float) - reference.astype(float)).tolist())
+        values = check_document(number, document)
+        old, reference = values["logprobs"].astype(float), values["ref_logprobs"].astype(float)
+        divergence = fsum((old - reference).tolist())
+        assert document.reward is not None
         result.append(replace(document, reward=document.reward - coefficient * divergence))
     return result

@@ -1,6 +1,6 @@
 """Packed batches: padding, counts over the optimizer step, and each rank's slice.
 
-Here: `TokenBatch`, `BatchCounts`. The label shift is in `documents.py`, the slice arithmetic in
+Here: `TokenBatch`, `BatchCounts`. The label shift is in `label_shift.py`, the slice arithmetic in
 `slices.py`, what a model gets in `fastrl.functional.batch`.
 """
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl.data.documents import IGNORE_LABEL, Document, shift_documents
-from fastrl.data.kept import shifted_kept_tokens
+from fastrl.data.documents import IGNORE_LABEL, Document
+from fastrl.data.label_shift import shift_documents
 from fastrl.data.prompt_groups import (
     GroupId,
     count_group_labels,
@@ -143,9 +143,8 @@ class TokenBatch:
                 f"`documents` must have at most {sequence_length} tokens (`sequence_length`), got "
                 f"{num_tokens}; see fastrl.data.packing.pack_documents"
             )
-        versions, rewards = shifted.model_versions, shifted.rewards
+        versions, rewards, kept = shifted.model_versions, shifted.rewards, shifted.kept_tokens
         group_ids = tuple(document.group_id for document in documents)
-        kept = shifted_kept_tokens(documents)
         batch = cls(
             tokens=torch.from_numpy(shifted.tokens),
             labels=torch.from_numpy(shifted.labels),

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
+from typing import Any
 
+from fastrl.data.columns import PER_TOKEN
 from fastrl.data.documents import Document
 from fastrl.data.packing import pack_documents
 
@@ -14,7 +16,7 @@ from fastrl.data.packing import pack_documents
 def micro_batches_of_rank(
     documents: Sequence[Document], rank: int, size: int, max_tokens: int
 ) -> list[list[Document]]:
-    """Returns the documents of each micro-batch of a data rank: as many on every rank.
+    """The documents of each micro-batch of a data rank: as many on every rank.
 
     Collectives need the same micro-batches on all ranks, so a rank that has fewer documents gets
     fillers, which have no label and count nowhere. If any document is scored, all have a reward
@@ -37,7 +39,7 @@ def micro_batches_of_rank(
 
 
 def balance_by_tokens(documents: Sequence[Document], parts: int) -> list[list[Document]]:
-    """Deals whole groups to parts with about as many tokens each; documents keep their order.
+    """Whole prompt groups in parts of about as many tokens each; documents keep their order.
 
     The longest group goes first, each to the part that has the fewest tokens so far. A document
     without a group is one of its own.
@@ -63,20 +65,6 @@ def balance_by_tokens(documents: Sequence[Document], parts: int) -> list[list[Do
 
 def _filler(document: Document) -> Document:
     """The first token of a document, without label, with the fields that the document has."""
-
-    def empty(values: object) -> list[float] | None:
-        return None if values is None else []
-
-    return Document(
-        tokens=document.tokens[:1],
-        prompt_length=1,
-        logprobs=empty(document.logprobs),
-        ref_logprobs=empty(document.ref_logprobs),
-        rollout_logprobs=empty(document.rollout_logprobs),
-        advantage=None if document.advantage is None else 0.0,
-        temperature=document.temperature,
-        kept_tokens=None if document.kept_tokens is None else [],
-        model_version=document.model_version,
-        reward=document.reward,
-        group_id=document.group_id,
-    )
+    none: dict[str, Any] = {name: [] for name in PER_TOKEN if getattr(document, name) is not None}
+    first = document.tokens[:1]
+    return replace(document, tokens=first, prompt_length=1, loss_mask=None, **none)

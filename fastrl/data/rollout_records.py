@@ -5,7 +5,7 @@ Here: `RecordReader` and the record of a document. Files, lines and rows are in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -14,55 +14,19 @@ import numpy as np
 
 from fastrl.config.base import UserError
 from fastrl.data.advantages import combined_rewards
-from fastrl.data.documents import (
-    TOKEN_COLUMNS,
-    Document,
-    DocumentError,
-    as_array,
-    is_finite,
-    shift_documents,
+from fastrl.data.checks import as_array, check_document, is_finite
+from fastrl.data.columns import (
+    ALIASES,
+    DOCUMENT_COLUMNS,
+    FILE_COLUMNS,
+    LOGPROBS,
+    PER_TOKEN,
+    REQUIRABLE,
 )
-from fastrl.data.kept import shifted_kept_tokens
-
-KINDS = {
-    "tokens": "integers",
-    "prompt_length": "integer",
-    "loss_mask": "booleans",
-    "logprobs": "numbers",
-    "ref_logprobs": "numbers",
-    "rollout_logprobs": "numbers",
-    "advantage": "number|numbers",
-    "temperature": "number",
-    "model_version": "integer",
-    "reward": "number",
-    "group_id": "integer|text",
-    "alignment": "text",
-    "logprobs_temperature": "number|raw",
-    "kept_tokens": "lists",
-    "prompt_ids": "integers",
-    "completion_ids": "integers",
-    "completion_mask": "booleans",
-    "advantages": "number|numbers",
-    "old_per_token_logps": "numbers",
-    "ref_per_token_logps": "numbers",
-    "sampling_per_token_logps": "numbers",
-}
-"""Every column that is read, with the kind of its values."""
-
-ALIASES = {
-    "advantage": "advantages",
-    "logprobs": "old_per_token_logps",
-    "ref_logprobs": "ref_per_token_logps",
-    "rollout_logprobs": "sampling_per_token_logps",
-}
-"""Fields of a document that TRL knows under another name."""
+from fastrl.data.documents import Document, DocumentError
 
 IGNORED = ("prompt", "completion", "text", "id", "metadata")
 """Columns for people, which a file may always carry and nothing reads."""
-
-REQUIRABLE = ("logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "model_version")
-
-_LOGPROBS = ("logprobs", "ref_logprobs", "rollout_logprobs")
 
 _ROUNDING = 0.05
 """A log-probability may be so far above 0, which 16-bit logits can give. More is another quantity,
@@ -76,13 +40,16 @@ _EXPECTED = {
     "integers": "a list of integers",
     "booleans": "a list of booleans, or of 0 and 1",
     "numbers": "a list of numbers",
+    "logprobs": "a list of numbers",
     "lists": "a list of lists of integers",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
     "booleans": {bool, int},
     "numbers": {int, float},
+    "logprobs": {int, float},
 }
+_FILLERS: dict[str, Any] = {"numbers": 0.0, "logprobs": 0.0, "lists": []}
 
 
 class FieldError(ValueError):
@@ -120,13 +87,13 @@ class RecordReader:
     def __post_init__(self) -> None:
         """Refuses names that could have no effect."""
         if unknown := sorted(set(self.require) - set(REQUIRABLE)):
-            raise ValueError(f"`require` must name fields of {list(REQUIRABLE)}, got {unknown}")
-        if clash := sorted({*self.ignore, *self.reward_columns} & set(KINDS)):
+            raise ValueError(f"`require` must name fields of {REQUIRABLE}, got {unknown}")
+        if clash := sorted({*self.ignore, *self.reward_columns} & set(FILE_COLUMNS)):
             raise UserError(f"`ignore` and `reward_columns` must not name {clash}, which are read")
 
     def columns_to_read(self, names: Collection[str]) -> list[str]:
         """The columns of a file that are read; refuses those that nobody knows."""
-        known = {*KINDS, *self.reward_columns}
+        known = {*FILE_COLUMNS, *self.reward_columns}
         for name in names:
             if name not in known and name not in IGNORED and name not in self.ignore:
                 near = get_close_matches(name, known, n=1)
@@ -143,23 +110,21 @@ class RecordReader:
         present = self.columns_to_read(record)
         values = {name: record[name] for name in present if record[name] is not None}
         for name, value in values.items():
-            _check_kind(name, value, KINDS.get(name, "number"))
+            column = FILE_COLUMNS.get(name)
+            _check_kind(name, value, ["number"] if column is None else column.kinds)
         columns = _columns_of_fields(values)
         if self.reward_columns:
             values["reward"] = self._combined_reward(values)
         self._check_required(values, columns, has_reward="reward" in present)
-        fields = _document_fields(values, columns, self.require)
-        document = Document(**fields)
+        document = Document(**_document_fields(values, columns, self.require))
         try:
-            shifted = shift_documents([document])
-            shifted_kept_tokens([document])
+            numbers = check_document(0, document)
         except DocumentError as error:
-            raise FieldError(columns.get(error.field, error.field), error.problem) from None
-        for name, column in shifted.columns.items():
-            field_name = TOKEN_COLUMNS[name]
-            if field_name in _LOGPROBS and column.max() > _ROUNDING:
-                problem = f"must be log-probabilities, at most 0, got {column.max():.6g}"
-                raise FieldError(columns[field_name], problem)
+            raise FieldError(columns[error.field], error.problem) from None
+        for name in LOGPROBS:
+            if name in numbers and (largest := numbers[name].max()) > _ROUNDING:
+                problem = f"must be log-probabilities, at most 0, got {largest:.6g}"
+                raise FieldError(columns[name], problem)
         return document
 
     def _combined_reward(self, values: Mapping[str, Any]) -> float | None:
@@ -174,7 +139,7 @@ class RecordReader:
     ) -> None:
         has_group_reward = "group_id" in values and (has_reward or bool(self.reward_columns))
         for name in self.require:
-            if columns.get(name, name) in values or (name == "advantage" and has_group_reward):
+            if columns[name] in values or (name == "advantage" and has_group_reward):
                 continue
             other = " (or a `reward` and a `group_id`)" if name == "advantage" else ""
             raise FieldError(name, f"is required{other}, got none")
@@ -186,50 +151,41 @@ def record_of(number: int, document: Document) -> dict[str, Any]:
     Raises:
         DocumentError: naming document `number`, for values that a file cannot hold.
     """
-    try:
-        shift_documents([document])
-        shifted_kept_tokens([document])
-    except DocumentError as error:
-        raise DocumentError(number, error.field, error.problem) from None
-    record: dict[str, Any] = {"tokens": as_array(number, "tokens", document.tokens).tolist()}
-    if document.prompt_length is not None:
-        record["prompt_length"] = int(document.prompt_length)
-    else:
-        mask = as_array(number, "loss_mask", document.loss_mask)
-        record["loss_mask"] = mask.astype(np.bool_).tolist()
-    for name in (*_LOGPROBS, "advantage"):
-        value = getattr(document, name)
-        if value is None:
-            continue
-        if np.ndim(value) == 0:
-            record[name] = float(value)
-            continue
-        array = as_array(number, name, value).astype(np.float64)
-        if not np.isfinite(array).all():
-            raise DocumentError(number, name, "must be finite at every token to be written")
-        record[name] = array.tolist()
-    record["temperature"] = float(document.temperature)
-    if document.model_version is not None:
-        record["model_version"] = int(document.model_version)
-    if document.group_id is not None:
-        is_text = isinstance(document.group_id, str)
-        record["group_id"] = document.group_id if is_text else int(document.group_id)
-        record["reward"] = None
-    if document.reward is not None and is_finite(document.reward):
-        record["reward"] = float(document.reward)
-    if document.alignment != "token":
-        record["alignment"] = document.alignment
-    if document.logprobs_temperature is not None:
-        record["logprobs_temperature"] = float(document.logprobs_temperature)
-    if document.kept_tokens is not None:
-        lists = [as_array(number, "kept_tokens", values) for values in document.kept_tokens]
-        record["kept_tokens"] = [values.astype(np.int64).tolist() for values in lists]
+    check_document(number, document)
+    record = {
+        name: _plain(number, name, value)
+        for name in DOCUMENT_COLUMNS
+        if (value := getattr(document, name)) is not None
+    }
+    if not document.is_scored:
+        record.pop("reward", None)
+        if document.group_id is not None:
+            record["reward"] = None
+    if document.alignment == "token":
+        del record["alignment"]
     return record
 
 
-def _check_kind(name: str, value: Any, kind: str) -> None:
+def _plain(number: int, name: str, value: Any) -> Any:
+    """A value as JSON and Parquet take it."""
+    kinds = DOCUMENT_COLUMNS[name].kinds
+    if isinstance(value, str):
+        return value
+    if kinds == ["lists"]:
+        return [as_array(number, name, ids).astype(np.int64).tolist() for ids in value]
+    if kinds[0] in ("integer", "number") and (kinds[-1] != "numbers" or np.ndim(value) == 0):
+        return int(value) if kinds[0] == "integer" else float(value)
+    array = as_array(number, name, value)
+    if kinds[-1] in ("integers", "booleans"):
+        return (array if kinds == ["integers"] else array.astype(np.bool_)).tolist()
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        raise DocumentError(number, name, "must be finite at every token to be written")
+    return array.tolist()
+
+
+def _check_kind(name: str, value: Any, kinds: Sequence[str]) -> None:
     """Refuses a value of another type; numbers may be integers, but text is never a number."""
-    kinds = kind.split("|")
     if any(_is_of_kind(value, one) for one in kinds):
         return
     expected = " or ".join(_EXPECTED[one] for one in kinds)
@@ -261,11 +217,12 @@ def _shown(value: Any) -> str:
 
 def _columns_of_fields(values: Mapping[str, Any]) -> dict[str, str]:
     """For each field of a document the column that gives it; refuses two columns for one field."""
-    columns = {}
+    columns = {name: name for name in DOCUMENT_COLUMNS}
     for name, alias in ALIASES.items():
         if name in values and alias in values:
             raise FieldError(alias, f"is given twice, also as `{name}`")
-        columns[name] = alias if alias in values else name
+        if alias in values:
+            columns[name] = alias
     is_split = "prompt_ids" in values or "completion_ids" in values
     if is_split:
         for name in ("tokens", "prompt_length", "loss_mask"):
@@ -285,14 +242,10 @@ def _document_fields(
     values: Mapping[str, Any], columns: Mapping[str, str], require: Collection[str]
 ) -> dict[str, Any]:
     """Arguments of `Document`."""
-    fields = {
-        name: values[columns.get(name, name)]
-        for name in KINDS
-        if columns.get(name, name) in values and name in Document.__dataclass_fields__
-    }
+    fields = {name: values[columns[name]] for name in DOCUMENT_COLUMNS if columns[name] in values}
     if fields.get("logprobs_temperature") == "raw":
         fields["logprobs_temperature"] = 1.0
-    for name in _LOGPROBS:
+    for name in LOGPROBS:
         # A sampler that was not asked for log-probabilities may write an empty list.
         if fields.get(name) == [] and name not in require:
             del fields[name]
@@ -301,17 +254,16 @@ def _document_fields(
     prompt, completion = values["prompt_ids"], values["completion_ids"]
     fields["tokens"] = prompt + completion
     fields["alignment"] = "token"
-    lead: list[float] = []
+    lead = 0
     if "completion_mask" in values:
-        fields["loss_mask"] = [0] * len(prompt) + _of_completion(values, "completion_mask")
-        lead = [0.0] * len(prompt)  # of no effect, as the prompt has no labels
+        lead = len(prompt)  # of no effect, as the prompt has no labels
+        fields["loss_mask"] = [0] * lead + _of_completion(values, "completion_mask")
     else:
         fields["prompt_length"] = len(prompt)
-    for name in (*_LOGPROBS, "advantage"):
+    for name in PER_TOKEN:
         if isinstance(fields.get(name), list):
-            fields[name] = lead + _of_completion(values, columns[name])
-    if "kept_tokens" in fields:
-        fields["kept_tokens"] = [[] for _ in lead] + _of_completion(values, "kept_tokens")
+            filler = _FILLERS[DOCUMENT_COLUMNS[name].kinds[-1]]
+            fields[name] = [filler] * lead + _of_completion(values, columns[name])
     return fields
 
 

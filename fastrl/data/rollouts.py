@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from fastrl.config.base import UserError
+from fastrl.data.columns import ALIASES, DOCUMENT_COLUMNS, REQUIRABLE
 from fastrl.data.documents import Document, DocumentError
 from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, record_of
 
@@ -79,6 +80,27 @@ def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
     records = (record_of(number, document) for number, document in enumerate(documents))
     with _replaced_when_done(path) as temporary:
         return write(temporary, records)
+
+
+def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
+    """Refuses a column that some documents have and others lack.
+
+    What micro-batches and ranks compute, and so their collectives, follows from their columns.
+    Advantages may come from rewards instead.
+
+    Args:
+        named: documents of one or several files, and the place of each for the message.
+    """
+    for field in REQUIRABLE:
+        if field == "advantage":
+            continue
+        lacks = [where for where, document in named if getattr(document, field) is None]
+        if lacks and len(lacks) < len(named):
+            (has, *_) = (where for where, document in named if getattr(document, field) is not None)
+            raise UserError(
+                f"{lacks[0]}: `{field}` is required, as {has} has it, got none; give it to all "
+                "documents or to none"
+            )
 
 
 def _read_jsonl(path: Path, reader: RecordReader) -> Iterator[Document]:
@@ -158,7 +180,7 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
         while rows := list(islice(records, _ROWS_AT_A_TIME)):
             for number, row in enumerate(rows, start=count):
                 if isinstance(row.get("advantage"), list):
-                    row["advantages"] = row.pop("advantage")
+                    row[ALIASES["advantage"]] = row.pop("advantage")
                 if not isinstance(row.get("group_id"), group_type | None):
                     problem = f"must be of one type in a Parquet file, got {row['group_id']!r}"
                     raise DocumentError(number, "group_id", problem)
@@ -168,26 +190,25 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
 
 
 def _schema(pyarrow: Any, group_type: type) -> Any:
+    """The columns of a file; lists of a field that may also be a number go into its alias."""
     floats = pyarrow.list_(pyarrow.float32())  # the precision that a batch keeps
-    return pyarrow.schema(
-        {
-            "tokens": pyarrow.list_(pyarrow.int64()),
-            "prompt_length": pyarrow.int64(),
-            "loss_mask": pyarrow.list_(pyarrow.bool_()),
-            "logprobs": floats,
-            "ref_logprobs": floats,
-            "rollout_logprobs": floats,
-            "advantage": pyarrow.float64(),
-            "advantages": floats,
-            "temperature": pyarrow.float64(),
-            "model_version": pyarrow.int64(),
-            "reward": pyarrow.float64(),
-            "group_id": pyarrow.int64() if group_type is int else pyarrow.string(),
-            "alignment": pyarrow.string(),
-            "logprobs_temperature": pyarrow.float64(),
-            "kept_tokens": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
-        }
-    )
+    types = {
+        "integer": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "text": pyarrow.string(),
+        "integers": pyarrow.list_(pyarrow.int64()),
+        "booleans": pyarrow.list_(pyarrow.bool_()),
+        "numbers": floats,
+        "logprobs": floats,
+        "lists": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
+    }
+    schema = {}
+    for name, column in DOCUMENT_COLUMNS.items():
+        schema[name] = types[column.kinds[0]]
+        if column.kinds == ["number", "numbers"]:
+            schema[ALIASES[name]] = floats
+    schema["group_id"] = types["integer" if group_type is int else "text"]
+    return pyarrow.schema(schema)
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:

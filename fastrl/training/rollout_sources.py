@@ -30,10 +30,10 @@ from fastrl.data.advantages import (
 )
 from fastrl.data.documents import TOKEN_COLUMNS, Document
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
-from fastrl.data.rollouts import read_rollouts
+from fastrl.data.rollouts import check_same_columns, read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import RunEnvironment
+from fastrl.training.environment import Problem, RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -275,7 +275,7 @@ class FileRollouts:
                         f"{where}: `kept_tokens` is required with `model.head.keep.recorded: true`,"
                         " got none"
                     )
-        _check_same_columns(named)
+        check_same_columns(named)
         if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
             raise UserError(
                 f"`advantage.shaping` must not be given, as all documents of "
@@ -312,21 +312,6 @@ class FileRollouts:
         ]
         metrics = _punishment_metrics(punishments, shaping)
         return _rollouts([*given, *result], self._advantage, metrics, [])
-
-
-def _check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
-    """Refuses a column that some documents have and others lack.
-
-    What micro-batches and ranks compute, and so their collectives, follows from their columns.
-    """
-    for field in ("logprobs", "ref_logprobs", "rollout_logprobs", "model_version"):
-        lacks = [where for where, document in named if getattr(document, field) is None]
-        if lacks and len(lacks) < len(named):
-            (has, *_) = (where for where, document in named if getattr(document, field) is not None)
-            raise UserError(
-                f"{lacks[0]}: `{field}` is required, as {has} has it, got none; give it to all "
-                "documents or to none"
-            )
 
 
 def _punishments(

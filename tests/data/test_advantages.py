@@ -125,6 +125,15 @@ def test_d5_with_advantages_from_a_file() -> None:
     assert without_zero_groups(mixed) == mixed
 
 
+def test_without_labels_nothing_per_token_is_left() -> None:
+    """Lists of completion tokens alone would not fit a document that has none."""
+    kept = _document(None, kept_tokens=[[2, 5], [3]], advantage=[1.0, 2.0])
+    (context,) = with_group_advantages([kept])
+    assert context.prompt_length == 3
+    assert (context.kept_tokens, context.logprobs, context.advantage) == (None, None, None)
+    assert TokenBatch.from_documents([context]).num_labels == 0
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(DocumentError, match="document 1: `group_id` is required"):
         with_group_advantages([_document(1.0), _document(1.0, None)])

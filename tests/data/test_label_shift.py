@@ -210,6 +210,7 @@ _N = float("nan")
         ({"logprobs_temperature": -1}, "`logprobs_temperature` must be a finite number above 0"),
         ({"model_version": -1}, "`model_version` must be an integer of at least 0, got -1"),
         ({"model_version": 1.0}, "`model_version` must be an integer of at least 0, got 1.0"),
+        ({"model_version": 2**63}, "`model_version` must be an integer below 2^63"),
         ({"reward": float("inf")}, "`reward` must be a finite number, or None for unscored"),
         ({"reward": "1"}, "`reward` must be a finite number"),
         ({"alignment": "both"}, "`alignment` must be 'token' or 'label', got 'both'"),

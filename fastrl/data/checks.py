@@ -1,0 +1,205 @@
+"""The checks of a document; whoever needs its values gets them here, in token alignment.
+
+Token alignment throughout: value i belongs to token i. The shift is in `label_shift.py`.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from sys import float_info
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS, LOGPROBS
+from fastrl.data.documents import Array, Document, DocumentError
+
+
+def check_document(number: int, document: Document) -> dict[str, Array]:
+    """The per-token numbers [n] fp32 of a document by field, 0 where a token is no label.
+
+    Args:
+        number: of the document, for errors.
+        document: checked whole: all that `shift_documents` refuses of a document is refused.
+
+    Raises:
+        DocumentError: naming the document, the field, what is required and what was given.
+    """
+    learned = learned_tokens(number, document, len(token_ids(number, document)))
+    check_scalars(number, document)
+    values = {
+        field: label_values(number, document, field, learned)
+        for field in BATCH_COLUMNS.values()
+        if DOCUMENT_COLUMNS[field].per_token and getattr(document, field) is not None
+    }
+    kept_lists(number, document)
+    return values
+
+
+def token_ids(number: int, document: Document) -> Array:
+    """[n] int64 token ids."""
+    tokens = as_array(number, "tokens", document.tokens)
+    if len(tokens) == 0:
+        raise DocumentError(number, "tokens", "must hold at least one token, got none")
+    if tokens.dtype.kind not in "iu":
+        raise DocumentError(number, "tokens", f"must be integers, got {_dtype_name(tokens)}")
+    ids = tokens.astype(np.int64, copy=False)  # an id above the range turns negative
+    if ids.min() < 0:
+        position = int(ids.argmin())
+        got = document.tokens[position]
+        problem = f"must be ids from 0 to 2^63 - 1, got {got} at position {position}"
+        raise DocumentError(number, "tokens", problem)
+    return ids
+
+
+def learned_tokens(number: int, document: Document, length: int) -> Array:
+    """[n] booleans: which tokens are labels. The first never is, as nothing predicts it."""
+    if (document.prompt_length is None) == (document.loss_mask is None):
+        given = "neither" if document.prompt_length is None else "both"
+        problem = f"or `loss_mask` is required, exactly one of them, got {given}"
+        raise DocumentError(number, "prompt_length", problem)
+    if document.prompt_length is not None:
+        prompt = document.prompt_length
+        if not _is_integer(prompt) or not 0 <= prompt <= length:
+            problem = f"must be an integer from 0 to {length} (the tokens), got {prompt!r}"
+            raise DocumentError(number, "prompt_length", problem)
+        return np.arange(length) >= max(prompt, 1)
+    mask = as_array(number, "loss_mask", document.loss_mask)
+    if len(mask) != length:
+        problem = f"must have {length} values, one a token, got {len(mask)}"
+        raise DocumentError(number, "loss_mask", problem)
+    if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+        problem = f"must be booleans, or integers 0 and 1, got {_dtype_name(mask)}"
+        raise DocumentError(number, "loss_mask", problem)
+    learned = mask.astype(np.bool_)
+    learned[0] = False
+    return learned
+
+
+def check_scalars(number: int, document: Document) -> None:
+    """Refuses temperatures, versions, rewards and alignments that mean nothing."""
+    for field in ("temperature", "logprobs_temperature"):
+        value = getattr(document, field)
+        if field == "logprobs_temperature" and value is None:
+            continue
+        if not is_finite(value) or not value > 0:
+            raise DocumentError(number, field, f"must be a finite number above 0, got {value!r}")
+    if document.alignment not in ("token", "label"):
+        problem = f"must be 'token' or 'label', got {document.alignment!r}"
+        raise DocumentError(number, "alignment", problem)
+    if document.logprobs_temperature not in (None, document.temperature):
+        for field in LOGPROBS:
+            if getattr(document, field) is not None:
+                problem = (
+                    f"must be taken at the temperature {document.temperature} of the document, got "
+                    f"values at {document.logprobs_temperature}, which cannot be converted; let "
+                    "the sampler report them after temperature, or compute them again"
+                )
+                raise DocumentError(number, field, problem)
+    version = document.model_version
+    if version is not None and not (_is_integer(version) and 0 <= version < 2**63):
+        bound = "below 2^63" if _is_integer(version) and version > 0 else "of at least 0"
+        problem = f"must be an integer {bound}, got {version!r}"
+        raise DocumentError(number, "model_version", problem)
+    reward = document.reward
+    if reward is not None and not (is_finite(reward) or (_is_real(reward) and reward != reward)):
+        problem = f"must be a finite number, or None for unscored, got {reward!r}"
+        raise DocumentError(number, "reward", problem)
+
+
+def label_values(
+    number: int,
+    document: Document,
+    field: str,
+    learned: Array,  # [n]
+) -> Array:  # [n]
+    """[n] fp32 values of a per-token field, 0 where a token is no label or has no value."""
+    values = getattr(document, field)
+    by_token = np.zeros(len(learned), dtype=np.float32)
+    if values is None:
+        return by_token
+    if field == "advantage" and (_is_real(values) or np.ndim(values) == 0):
+        if not is_finite(values := _scalar(values)):
+            raise DocumentError(number, field, f"must be a finite number, got {values!r}")
+        array, first = values, 0
+    else:
+        array = as_array(number, field, values)
+        if array.dtype.kind not in "fiu":
+            raise DocumentError(number, field, f"must be numbers, got {_dtype_name(array)}")
+        first = _num_before(number, document, field, len(array), "values")
+    with np.errstate(over="ignore"):  # what overflows fp32 is refused as infinite below
+        by_token[first:] = array
+    by_token[~learned] = 0
+    if not np.isfinite(by_token).all():
+        position = int(np.isfinite(by_token).argmin())
+        got = f"got {by_token[position]} for token {position}"
+        raise DocumentError(number, field, f"must be finite fp32 at every label, {got}")
+    return by_token
+
+
+def kept_lists(number: int, document: Document) -> list[Array]:
+    """[n] lists of `kept_tokens`, empty where none are given."""
+    if document.kept_tokens is None:
+        return [np.zeros(0, np.int64)] * len(document.tokens)
+    given = len(document.kept_tokens)
+    before = _num_before(number, document, "kept_tokens", given, "lists")
+    lists = [np.zeros(0, np.int64)] * before
+    for values in document.kept_tokens:
+        array = as_array(number, "kept_tokens", values)
+        if len(array) and (array.dtype.kind not in "iu" or array.min() < 0):
+            raise DocumentError(number, "kept_tokens", "must hold ids of at least 0 alone")
+        lists.append(array.astype(np.int64))
+    return lists
+
+
+def _num_before(number: int, document: Document, field: str, given: int, what: str) -> int:
+    """The number of tokens before those that have a value: all layouts end at the last token."""
+    length = len(document.tokens)
+    allowed = {length: "token"} if document.alignment == "token" else {length - 1: "label"}
+    if document.prompt_length is not None:
+        allowed.setdefault(length - document.prompt_length, "completion token")
+    if given not in allowed:
+        choices = " or ".join(f"{count} (one a {each})" for count, each in allowed.items())
+        problem = f"must have {choices} {what}, got {given}; none are padded or cut"
+        raise DocumentError(number, field, problem)
+    return length - given
+
+
+def as_array(number: int, field: str, values: Any) -> Array:
+    """The values of a field as a one-dimensional array."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:  # nested sequences of unequal lengths
+        raise DocumentError(number, field, f"must be a flat sequence: {error}") from None
+    if array.ndim != 1:
+        problem = f"must be a flat sequence, got {array.ndim} dimensions"
+        raise DocumentError(number, field, problem)
+    return array
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a real number (no boolean) within the range of a float."""
+    return _is_real(value) and abs(value) <= float_info.max
+
+
+def _scalar(value: Any) -> Any:
+    """The Python number of a zero-dimensional array or tensor; other values as they are."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+
+def _dtype_name(array: Array) -> str:
+    return "other values" if array.dtype.kind in "OUS" else str(array.dtype)
+
+
+def _is_integer(value: object) -> bool:
+    # The plain type first: the check of an abstract class costs ten times as much.
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _is_real(value: object) -> bool:
+    return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
