@@ -13,6 +13,7 @@ import torch
 from fastrl.data.checks import check_document
 from fastrl.data.columns import PER_TOKEN
 from fastrl.data.documents import Document, DocumentError
+from fastrl.data.prompt_groups import group_numbers
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["none", "group", "batch"]
@@ -65,15 +66,15 @@ def without_zero_groups(documents: Sequence[Document]) -> list[Document]:
     and its KL and entropy terms act. Documents without advantage have no influence. A document
     without `group_id` is a group of its own.
     """
-    active: set[int | str | None] = set()
-    for document in documents:
-        if document.group_id is not None and has_advantage(document):
-            active.add(document.group_id)
+    numbers = group_numbers([document.group_id for document in documents])
+    active = {
+        number
+        for number, document in zip(numbers, documents, strict=True)
+        if has_advantage(document)
+    }
     return [
-        document
-        if document.group_id in active or (document.group_id is None and has_advantage(document))
-        else without_labels(document)
-        for document in documents
+        document if number in active else without_labels(document)
+        for number, document in zip(numbers, documents, strict=True)
     ]
 
 

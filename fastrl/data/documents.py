@@ -11,6 +11,7 @@ from math import isnan
 from typing import Any, Literal, TypeAlias
 
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 IGNORE_LABEL = -100
@@ -85,6 +86,13 @@ class Document:
     alignment: Literal["token", "label"] = "token"
     logprobs_temperature: float | None = None
     kept_tokens: Sequence[Integers] | None = None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any token is to be learned; the first never is."""
+        if self.loss_mask is None:
+            return max(self.prompt_length or 0, 1) < len(self.tokens)
+        return bool(torch.as_tensor(self.loss_mask)[1:].any())
 
     @property
     def is_scored(self) -> bool:

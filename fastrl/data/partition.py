@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
@@ -11,6 +11,7 @@ from typing import Any
 from fastrl.data.columns import PER_TOKEN
 from fastrl.data.documents import Document
 from fastrl.data.packing import pack_documents
+from fastrl.data.prompt_groups import group_numbers
 
 
 def micro_batches_of_rank(
@@ -46,21 +47,20 @@ def balance_by_tokens(documents: Sequence[Document], parts: int) -> list[list[Do
     """
     if parts == 1:
         return [list(documents)]
-    groups: dict[object, list[int]] = defaultdict(list)
-    for number, document in enumerate(documents):
-        has_group = document.group_id is not None
-        groups[has_group, document.group_id if has_group else number].append(number)
-
-    def num_tokens(numbers: list[int]) -> int:
-        return sum(len(documents[number].tokens) for number in numbers)
-
-    dealt: list[list[int]] = [[] for _ in range(parts)]
+    numbers = group_numbers([document.group_id for document in documents])
+    sizes: Counter[int] = Counter()
+    for number, document in zip(numbers, documents, strict=True):
+        sizes[number] += len(document.tokens)
+    part_of: dict[int, int] = {}
     totals = [0] * parts
-    for numbers in sorted(groups.values(), key=num_tokens, reverse=True):
+    for number, size in sizes.most_common():
         part = totals.index(min(totals))
-        dealt[part] += numbers
-        totals[part] += num_tokens(numbers)
-    return [[documents[number] for number in sorted(part)] for part in dealt]
+        part_of[number] = part
+        totals[part] += size
+    dealt: list[list[Document]] = [[] for _ in range(parts)]
+    for number, document in zip(numbers, documents, strict=True):
+        dealt[part_of[number]].append(document)
+    return dealt
 
 
 def _filler(document: Document) -> Document:

@@ -1,10 +1,12 @@
-"""Prompt groups of documents: their numbers in a batch, and their labels over a step."""
+"""Prompt groups of documents: the answers to one prompt, and their labels over a step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
+
+from fastrl.data.documents import Document
 
 GroupId: TypeAlias = int | str
 
@@ -14,6 +16,15 @@ def group_numbers(group_ids: Sequence[GroupId | None]) -> list[int]:
     numbers: dict[object, int] = {}
     keys = [object() if group is None else group for group in group_ids]
     return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def group_by_prompt(documents: Sequence[Document]) -> list[list[Document]]:
+    """The documents of each prompt group, groups and documents in order; see `group_numbers`."""
+    groups: dict[int, list[Document]] = {}
+    numbers = group_numbers([document.group_id for document in documents])
+    for number, document in zip(numbers, documents, strict=True):
+        groups.setdefault(number, []).append(document)
+    return list(groups.values())
 
 
 def count_group_labels(

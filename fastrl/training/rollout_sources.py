@@ -7,7 +7,6 @@ in memory from the start; those of a rollout file that several phases read are t
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -24,16 +23,17 @@ from fastrl.config.phases import (
 from fastrl.config.training import RunConfig
 from fastrl.data.advantages import (
     group_advantages,
-    has_advantage,
     with_group_advantages,
     without_labels,
+    without_zero_groups,
 )
 from fastrl.data.documents import TOKEN_COLUMNS, Document
+from fastrl.data.prompt_groups import group_by_prompt
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import check_same_columns, read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import Problem, RunEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -256,16 +256,14 @@ class FileRollouts:
     ) -> None:
         self._config = config
         self._advantage = advantage
-        groups: dict[object, list[Document]] = defaultdict(list)
+        groups: list[list[Document]] = []
         named: list[tuple[str, Document]] = []
         require = tuple(field for column, field in TOKEN_COLUMNS.items() if column in columns)
         for path in config.paths:
             documents = files.documents(path, require, config)
             for number, document in enumerate(documents, start=1):
                 named.append((f"{path}, document {number}", document))
-                # A document without a group is one of its own; groups do not reach over files.
-                group_id = number if document.group_id is None else document.group_id
-                groups[path, document.group_id is None, group_id].append(document)
+            groups += group_by_prompt(documents)  # they do not reach over files
         if not groups:
             raise UserError(f"{', '.join(config.paths)}: no documents")
         if "kept_tokens" in columns:
@@ -281,8 +279,8 @@ class FileRollouts:
                 f"`advantage.shaping` must not be given, as all documents of "
                 f"{', '.join(config.paths)} have advantages of their own, which it does not change"
             )
-        self.items = ShuffledItems(list(groups.values()), seed)
-        self.longest = max(len(document.tokens) for group in groups.values() for document in group)
+        self.items = ShuffledItems(groups, seed)
+        self.longest = max(len(document.tokens) for _, document in named)
 
     def next(self) -> Rollouts:
         """As many groups as give the step its documents."""
@@ -362,10 +360,7 @@ def scored(
 
 def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:
     """Splits documents into at most `parts` lists of as many groups, each group in one of them."""
-    groups: dict[object, list[Document]] = defaultdict(list)
-    for document in documents:
-        groups[document.group_id].append(document)
-    whole = list(groups.values())
+    whole = group_by_prompt(documents)
     bounds = [len(whole) * part // parts for part in range(parts + 1)]
     split = [whole[start:stop] for start, stop in itertools.pairwise(bounds)]
     return [[document for group in part for document in group] for part in split if part]
@@ -381,13 +376,10 @@ def _rollouts(
     rewards = [document.reward for document in documents if document.reward is not None]
     if rewards:
         metrics = {"reward": fmean(rewards), **metrics}
-    labelled = [doc for doc in documents if doc.prompt_length != len(doc.tokens)]
-    active = {doc.group_id for doc in labelled if has_advantage(doc)}
-    num_groups = len({document.group_id for document in documents})
-    metrics["active_groups"] = len(active) / num_groups
-    if config.zero_variance == "drop":
-        labelled = [document for document in labelled if document.group_id in active]
-    return Rollouts(labelled, metrics, samples)
+    labelled = [document for document in documents if document.has_labels]
+    active = [document for document in without_zero_groups(labelled) if document.has_labels]
+    metrics["active_groups"] = len(group_by_prompt(active)) / len(group_by_prompt(documents))
+    return Rollouts(active if config.zero_variance == "drop" else labelled, metrics, samples)
 
 
 def build_sources(

@@ -129,7 +129,7 @@ def test_without_labels_nothing_per_token_is_left() -> None:
     """Lists of completion tokens alone would not fit a document that has none."""
     kept = _document(None, kept_tokens=[[2, 5], [3]], advantage=[1.0, 2.0])
     (context,) = with_group_advantages([kept])
-    assert context.prompt_length == 3
+    assert not context.has_labels
     assert (context.kept_tokens, context.logprobs, context.advantage) == (None, None, None)
     assert TokenBatch.from_documents([context]).num_labels == 0
 

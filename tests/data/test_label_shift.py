@@ -224,6 +224,25 @@ def test_bad_values_name_document_and_field(fields: dict[str, Any], message: str
         TokenBatch.from_documents([good, bad])
 
 
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"prompt_length": 1}, 2),
+        ({"prompt_length": 0}, 2),
+        ({"prompt_length": 3}, 0),
+        ({"prompt_length": 0, "tokens": [5]}, 0),
+        ({"loss_mask": [1, 0, 1]}, 1),
+        ({"loss_mask": [True, False, False]}, 0),
+        ({"loss_mask": torch.tensor([False, False, True])}, 1),
+        ({"loss_mask": np.zeros(3, dtype=np.bool_)}, 0),
+    ],
+)
+def test_a_document_knows_whether_it_has_labels(fields: dict[str, Any], count: int) -> None:
+    document = Document(**({"tokens": [5, 6, 7]} | fields))
+    assert TokenBatch.from_documents([document]).num_labels == count
+    assert document.has_labels == (count > 0)
+
+
 def test_labelled_documents_have_a_column_all_or_none() -> None:
     full = Document([1, 2], prompt_length=1, logprobs=[-1.0], advantage=1.0)
     context = Document([1, 2], prompt_length=2)

@@ -54,6 +54,6 @@ def test_a_filler_follows_from_any_document(layout: dict[str, Any]) -> None:
         values = [-1.0] * 3
         first = replace(first, logprobs=values, rollout_logprobs=values, kept_tokens=[[1]] * 3)
     ((filler,),) = micro_batches_of_rank([first], 1, 2, max_tokens=3)
-    assert TokenBatch.from_documents([filler]).num_labels == 0
+    assert not filler.has_labels
     batch = TokenBatch.from_documents([filler])
     assert list(batch.columns) == list(TokenBatch.from_documents([first]).columns)

@@ -218,3 +218,28 @@ def test_updates_have_whole_groups(parts: int) -> None:
     ids = [{document.group_id for document in part} for part in split]
     assert sum(len(group) for group in ids) == 4
     assert max(len(group) for group in ids) - min(len(group) for group in ids) <= 1
+
+
+def test_documents_without_a_group_are_split_like_groups_of_one() -> None:
+    documents = [replace(document, group_id=None) for document in _documents()]
+    assert [len(part) for part in split_groups(documents, 4)] == [3, 3, 3, 3]
+    assert split_groups(documents, 12) == [[document] for document in documents]
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop"])
+def test_a_document_of_a_mask_without_labels_is_left_out(
+    tmp_path: Path, zero_variance: str
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    masks = ([0, 0, 1], [1, 0, 0], [0, 0, 0])
+    common = {"tokens": [1, 2, 3], "logprobs": [0.0, -1.0, -1.0], "advantage": 1.0}
+    lines = [json.dumps(common | {"loss_mask": mask}) + "\n" for mask in masks]
+    path.write_text("".join(lines), encoding="utf-8")
+    phase = _phase(
+        [path],
+        "phases.1.rollouts.documents_per_step=3",
+        f"phases.1.advantage.zero_variance={zero_variance}",
+    )
+    (step,) = _steps(phase, 1)
+    assert [document.loss_mask for document in step.documents] == [[0, 0, 1]]
+    assert step.metrics["active_groups"] == pytest.approx(1 / 3)
