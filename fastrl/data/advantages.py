@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import fsum, isnan, sqrt
+from operator import mul
 from typing import Any, Literal
 
 import torch
@@ -168,14 +169,12 @@ def combined_rewards(
     if len(set(lengths.values())) > 1:
         raise ValueError(f"`columns` must be equally long, got {lengths}")
     factors = [1.0 if weights is None else weights[name] for name in columns]
-    return [_weighted_sum(values, factors) for values in zip(*columns.values(), strict=True)]
-
-
-def _weighted_sum(values: Sequence[float | None], factors: Sequence[float]) -> float | None:
-    present = [value for value in values if value is not None and not isnan(value)]
-    if len(present) < len(values):
-        return None
-    return fsum(factor * value for factor, value in zip(factors, present, strict=True))
+    rewards: list[float | None] = []
+    for values in zip(*columns.values(), strict=True):
+        scored = [value for value in values if value is not None and not isnan(value)]
+        is_whole = len(scored) == len(values)
+        rewards.append(fsum(map(mul, factors, scored)) if is_whole else None)
+    return rewards
 
 
 def _centred(scored: Mapping[int, float], baseline: Baseline) -> dict[int, float]:

@@ -6,7 +6,7 @@ Here: `TokenBatch`, `BatchCounts`. The label shift is in `label_shift.py`, the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
@@ -47,7 +47,7 @@ class BatchCounts:
     num_labels_in_batch: int | Tensor
     num_documents_in_batch: int | Tensor
     num_groups_in_batch: int | Tensor = field(default=0, compare=False)
-    group_labels: Mapping[GroupId, int] | None = field(default=None, compare=False)
+    group_labels: Mapping[Hashable, int] | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -136,30 +136,13 @@ class TokenBatch:
         """
         if pad_to_multiple < 1:
             raise ValueError(f"`pad_to_multiple` must be at least 1, got {pad_to_multiple}")
-        shifted = shift_documents(documents, columns)
-        num_tokens = len(shifted.tokens)
-        if sequence_length is not None and num_tokens > sequence_length:
+        batch = cls(**shift_documents(documents, columns))
+        if sequence_length is not None and batch.num_tokens > sequence_length:
             raise ValueError(
                 f"`documents` must have at most {sequence_length} tokens (`sequence_length`), got "
-                f"{num_tokens}; see fastrl.data.packing.pack_documents"
+                f"{batch.num_tokens}; see fastrl.data.packing.pack_documents"
             )
-        versions, rewards, kept = shifted.model_versions, shifted.rewards, shifted.kept_tokens
-        group_ids = tuple(document.group_id for document in documents)
-        batch = cls(
-            tokens=torch.from_numpy(shifted.tokens),
-            labels=torch.from_numpy(shifted.labels),
-            positions=torch.from_numpy(shifted.positions),
-            document_index=torch.from_numpy(shifted.document_index),
-            columns={name: torch.from_numpy(column) for name, column in shifted.columns.items()},
-            document_lengths=tuple(shifted.lengths.tolist()),
-            document_label_counts=torch.from_numpy(shifted.label_counts),
-            temperatures=torch.from_numpy(shifted.temperatures),
-            model_versions=None if versions is None else torch.from_numpy(versions),
-            rewards=None if rewards is None else torch.from_numpy(rewards),
-            group_ids=group_ids if any(group is not None for group in group_ids) else None,
-            kept_tokens=None if kept is None else torch.from_numpy(kept),
-        )
-        length = num_tokens if sequence_length is None else sequence_length
+        length = batch.num_tokens if sequence_length is None else sequence_length
         return batch.padded(-(-length // pad_to_multiple) * pad_to_multiple)
 
     @property
@@ -196,7 +179,7 @@ class TokenBatch:
             return self
 
         def pad(values: Tensor, filler: int = 0) -> Tensor:
-            return torch.cat([values, values.new_full((extra,), filler)])
+            return torch.cat([values, values.new_full((extra, *values.shape[1:]), filler)])
 
         start = self.padded_length - self.num_tokens
         return replace(
@@ -206,7 +189,7 @@ class TokenBatch:
             positions=torch.cat([self.positions, torch.arange(start, start + extra)]),
             document_index=pad(self.document_index, -1),
             columns={name: pad(column) for name, column in self.columns.items()},
-            kept_tokens=None if self.kept_tokens is None else _padded_rows(self.kept_tokens, extra),
+            kept_tokens=None if self.kept_tokens is None else pad(self.kept_tokens, -1),
         )
 
     def split_by_document(
@@ -389,11 +372,3 @@ class TokenBatch:
     ) -> Tensor:
         """[T] values of each slot's document; index -1 of the padding finds the appended one."""
         return torch.cat([values, values.new_full((1,), padding)])[self.document_index]
-
-
-def _padded_rows(
-    values: Tensor,  # [T, K]
-    extra: int,
-) -> Tensor:  # [T + extra, K]
-    """`values` with rows of -1 at the end."""
-    return torch.cat([values, values.new_full((extra, values.shape[1]), -1)])

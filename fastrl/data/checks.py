@@ -27,8 +27,7 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
     Raises:
         DocumentError: naming the document, the field, what is required and what was given.
     """
-    learned = learned_tokens(number, document, len(token_ids(number, document)))
-    check_scalars(number, document)
+    _, learned = checked_tokens(number, document)
     values = {
         field: label_values(number, document, field, learned)
         for field in BATCH_COLUMNS.values()
@@ -38,7 +37,15 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
     return values
 
 
-def token_ids(number: int, document: Document) -> Array:
+def checked_tokens(number: int, document: Document) -> tuple[Array, Array]:
+    """The [n] int64 ids of a document, and [n] which tokens are labels; checks scalars as well."""
+    ids = _token_ids(number, document)
+    learned = _learned_tokens(number, document, len(ids))
+    _check_scalars(number, document)
+    return ids, learned
+
+
+def _token_ids(number: int, document: Document) -> Array:
     """[n] int64 token ids."""
     tokens = as_array(number, "tokens", document.tokens)
     if len(tokens) == 0:
@@ -54,7 +61,7 @@ def token_ids(number: int, document: Document) -> Array:
     return ids
 
 
-def learned_tokens(number: int, document: Document, length: int) -> Array:
+def _learned_tokens(number: int, document: Document, length: int) -> Array:
     """[n] booleans: which tokens are labels. The first never is, as nothing predicts it."""
     if (document.prompt_length is None) == (document.loss_mask is None):
         given = "neither" if document.prompt_length is None else "both"
@@ -78,7 +85,7 @@ def learned_tokens(number: int, document: Document, length: int) -> Array:
     return learned
 
 
-def check_scalars(number: int, document: Document) -> None:
+def _check_scalars(number: int, document: Document) -> None:
     """Refuses temperatures, versions, rewards and alignments that mean nothing."""
     for field in ("temperature", "logprobs_temperature"):
         value = getattr(document, field)

@@ -75,9 +75,7 @@ FILE_COLUMNS = {
 """Every column of files that is read."""
 
 LOGPROBS = [name for name, column in DOCUMENT_COLUMNS.items() if column.kind == "logprobs"]
-
 PER_TOKEN = [name for name, column in DOCUMENT_COLUMNS.items() if column.per_token]
-
 REQUIRABLE = [name for name, column in DOCUMENT_COLUMNS.items() if column.requirable]
 
 BATCH_COLUMNS = {name: field for name, field in SOURCES.items() if field in REQUIRABLE}

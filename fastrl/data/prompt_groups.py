@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from fastrl.data.documents import Document
@@ -29,25 +29,21 @@ def group_by_prompt(documents: Sequence[Document]) -> list[list[Document]]:
 
 def count_group_labels(
     batches: Iterable[tuple[Sequence[GroupId | None], Sequence[int]]],
-) -> tuple[Mapping[GroupId, int], int]:
-    """Labels of each group by its id, and how many groups have any.
+) -> tuple[Mapping[Hashable, int], int]:
+    """Labels of each group by its id (if it has one), and how many groups have any.
 
     Args:
         batches: of a step on one data rank: (group id, number of labels) of each document.
     """
-    labels: Counter[GroupId] = Counter()
-    alone = 0
+    labels: Counter[Hashable] = Counter()
     for group_ids, counts in batches:
         for group, count in zip(group_ids, counts, strict=True):
-            if group is None:
-                alone += count > 0
-            else:
-                labels[group] += count
-    return labels, alone + sum(count > 0 for count in labels.values())
+            labels[object() if group is None else group] += count
+    return labels, sum(count > 0 for count in labels.values())
 
 
 def document_group_labels(
-    group_ids: Sequence[GroupId | None], counts: Sequence[int], labels: Mapping[GroupId, int]
+    group_ids: Sequence[GroupId | None], counts: Sequence[int], labels: Mapping[Hashable, int]
 ) -> list[int]:
     """Labels of each document's whole group.
 

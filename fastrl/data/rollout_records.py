@@ -49,7 +49,6 @@ _LIST_ITEMS: dict[str, set[type]] = {
     "numbers": {int, float},
     "logprobs": {int, float},
 }
-_FILLERS: dict[str, Any] = {"numbers": 0.0, "logprobs": 0.0, "lists": []}
 
 
 class FieldError(ValueError):
@@ -262,7 +261,7 @@ def _document_fields(
         fields["prompt_length"] = len(prompt)
     for name in PER_TOKEN:
         if isinstance(fields.get(name), list):
-            filler = _FILLERS[DOCUMENT_COLUMNS[name].kinds[-1]]
+            filler: Any = [] if DOCUMENT_COLUMNS[name].kind == "lists" else 0.0
             fields[name] = [filler] * lead + _of_completion(values, columns[name])
     return fields
 
