@@ -83,20 +83,21 @@ def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
 
 
 def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
-    """Refuses a column that some documents have and others lack.
+    """Refuses a column that some documents with labels have and others lack.
 
     What micro-batches and ranks compute, and so their collectives, follows from their columns.
-    Advantages may come from rewards instead.
+    Advantages may come from rewards instead. Documents without labels are not trained on.
 
     Args:
         named: documents of one or several files, and the place of each for the message.
     """
+    labelled = [(where, document) for where, document in named if document.has_labels]
     for field in REQUIRABLE:
         if field == "advantage":
             continue
-        lacks = [where for where, document in named if getattr(document, field) is None]
-        if lacks and len(lacks) < len(named):
-            (has, *_) = (where for where, document in named if getattr(document, field) is not None)
+        lacks = [where for where, document in labelled if getattr(document, field) is None]
+        if lacks and len(lacks) < len(labelled):
+            has = next(where for where, doc in labelled if getattr(doc, field) is not None)
             raise UserError(
                 f"{lacks[0]}: `{field}` is required, as {has} has it, got none; give it to all "
                 "documents or to none"

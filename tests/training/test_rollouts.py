@@ -180,6 +180,37 @@ def test_phases_share_the_documents_of_a_file(tmp_path: Path) -> None:
     assert not any(a is b for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("splits", [False, True], ids=["tokens", "completion_ids"])
+@pytest.mark.parametrize("given", [[], ["ref_logprobs"]])
+def test_a23_a_completion_of_no_token_has_empty_lists(
+    tmp_path: Path, splits: bool, given: list[str]
+) -> None:
+    """Its reward counts in the baseline; whether a loss reads a list or not changes nothing."""
+    names = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps")
+    records = []
+    for answer, reward in (([3, 0], 1.0), ([4, 0], 0.0), ([], 0.0)):
+        logprobs = [-0.5] * len(answer)
+        record: dict[str, Any] = {"reward": reward, "group_id": 0}
+        if splits:
+            record |= {"prompt_ids": [1, 2], "completion_ids": answer}
+        else:
+            record |= {"tokens": [1, 2, *answer], "prompt_length": 2}
+            names = ("logprobs", "rollout_logprobs", "ref_logprobs")
+        records.append(json.dumps(record | dict.fromkeys(names, logprobs)) + "\n")
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(records), encoding="utf-8")
+    loss = {"type": "grpo", "kl": {"coefficient": 0.1}} if given else {"type": "grpo"}
+    phase = _phase(
+        [path],
+        f"phases.1.losses={json.dumps({'policy': loss})}",
+        "phases.1.rollouts.documents_per_step=3",
+        "phases.1.advantage.scale=none",
+    )
+    (step,) = _steps(phase, 1)
+    assert [document.advantage for document in step.documents] == pytest.approx([2 / 3, -1 / 3])
+    assert step.metrics["reward"] == pytest.approx(1 / 3)
+
+
 def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("", encoding="utf-8")
