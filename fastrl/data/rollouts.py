@@ -15,7 +15,8 @@ from typing import Any
 
 from fastrl.config.base import UserError
 from fastrl.data.columns import ALIASES, DOCUMENT_COLUMNS, REQUIRABLE
-from fastrl.data.documents import Document, DocumentError
+from fastrl.data.documents import Document, DocumentError, Integers
+from fastrl.data.prompt_groups import GroupId
 from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, record_of
 
 _ROWS_AT_A_TIME = 512
@@ -34,7 +35,8 @@ def read_rollouts(
 ) -> Iterator[Document]:
     """Documents of a rollout file, one record at a time.
 
-    A null value is an absent one. Every record is checked whole when it is reached.
+    A null value is an absent one. Every record is checked whole when it is reached. Documents whose
+    advantage is that of their reward in their group must have the prompt of their group.
 
     Args:
         path: `.jsonl` or `.parquet` (needs pyarrow).
@@ -56,7 +58,7 @@ def read_rollouts(
         raise RolloutFileError(f"{path}: must end in .jsonl or .parquet")
     if not path.is_file():
         raise RolloutFileError(f"{path}: no such file")
-    return read(path, reader)
+    return _documents(path, reader, read(path, reader))
 
 
 def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
@@ -104,11 +106,34 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
             )
 
 
-def _read_jsonl(path: Path, reader: RecordReader) -> Iterator[Document]:
+def _documents(
+    path: Path, reader: RecordReader, records: Iterable[tuple[str, Mapping[str, Any]]]
+) -> Iterator[Document]:
+    """The documents of records, each with its place in the file."""
+    prompts: dict[GroupId | None, tuple[str, Integers]] = {}
+    for place, record in records:
+        try:
+            document = reader.document(record)
+        except FieldError as error:
+            raise RolloutFileError(f"{path}, {place}: {error}") from None
+        # With a `loss_mask` nothing says where the prompt ends.
+        is_compared = document.group_id is not None and document.advantage is None
+        if is_compared and document.prompt_length is not None:
+            prompt = document.tokens[: document.prompt_length]
+            first, other = prompts.setdefault(document.group_id, (place, prompt))
+            if prompt != other:
+                raise RolloutFileError(
+                    f"{path}, {place}: `group_id` must be that of answers to one prompt, got "
+                    f"{document.group_id!r} with another prompt than {first}; give each prompt an "
+                    "id of its own"
+                )
+        yield document
+
+
+def _read_jsonl(path: Path, reader: RecordReader) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            yield _document(where, reader, _parsed(where, line))
+            yield f"line {number}", _parsed(f"{path}, line {number}", line)
 
 
 def _parsed(where: str, line: bytes) -> dict[str, Any]:
@@ -137,14 +162,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _document(where: str, reader: RecordReader, record: Mapping[str, Any]) -> Document:
-    try:
-        return reader.document(record)
-    except FieldError as error:
-        raise RolloutFileError(f"{where}: {error}") from None
-
-
-def _read_parquet(path: Path, reader: RecordReader) -> Iterator[Document]:
+def _read_parquet(path: Path, reader: RecordReader) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -153,7 +171,7 @@ def _read_parquet(path: Path, reader: RecordReader) -> Iterator[Document]:
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
-                    yield _document(f"{path}, row {row}", reader, record)
+                    yield f"row {row}", record
     except FieldError as error:
         raise RolloutFileError(f"{path}: {error}") from None
     except pyarrow.ArrowException as error:

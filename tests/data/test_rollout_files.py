@@ -311,6 +311,35 @@ def test_t2_raw_logprobs_at_another_temperature_are_refused(
     assert document.logprobs == [-0.126928]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("group", [0, "a"])
+def test_a22_an_id_with_two_prompts_is_refused(
+    tmp_path: Path, suffix: str, group: int | str
+) -> None:
+    first = {"tokens": [1, 2, 5, 0], "prompt_length": 2, "logprobs": [-1.0, -1.0]}
+    first |= {"group_id": group, "reward": 1.0}
+    second = first | {"tokens": [9, 8, 5, 0], "reward": 0.0}
+    place = "line" if suffix == ".jsonl" else "row"
+    path = _file(tmp_path, first, first, second, suffix=suffix)
+    assert _refused(path) == (
+        f", {place} 3: `group_id` must be that of answers to one prompt, got {group!r} with "
+        f"another prompt than {place} 1; give each prompt an id of its own"
+    )
+    longer = first | {"prompt_length": 1, "logprobs": [-1.0] * 3}
+    assert f", {place} 2: `group_id`" in _refused(_file(tmp_path, first, longer, suffix=suffix))
+
+
+def test_a22_groups_that_are_not_compared_may_have_several_prompts(tmp_path: Path) -> None:
+    first = {"tokens": [1, 2, 5], "logprobs": [0.0, -1.0, -1.0], "group_id": 0}
+    second = first | {"tokens": [9, 8, 5]}
+    for how in ({"prompt_length": 2, "advantage": 1.0}, {"loss_mask": [0, 1, 1], "reward": 1.0}):
+        path = _file(tmp_path, first | how, second | how)
+        assert len(list(read_rollouts(path))) == 2
+    other = second | {"prompt_length": 2, "reward": 1.0, "group_id": 1}
+    path = _file(tmp_path, first | {"prompt_length": 2, "reward": 0.0}, other, other)
+    assert len(list(read_rollouts(path))) == 3
+
+
 def test_known_text_columns_are_skipped(tmp_path: Path) -> None:
     texts = {"prompt": "1 + 1 =", "completion": "2", "text": "", "id": 5, "metadata": {"a": [1]}}
     path = _file(tmp_path, _RECORD | texts | {"source": "web"})
