@@ -27,6 +27,32 @@ def group_by_prompt(documents: Sequence[Document]) -> list[list[Document]]:
     return list(groups.values())
 
 
+def group_over_files(files: Iterable[Sequence[Document]]) -> list[list[Document]]:
+    """The documents of each prompt group of several files, groups and documents in order.
+
+    An id in two files is one group where its prompts are equal, as in the files of the workers of
+    one sampling, and two groups otherwise, as in files that count their groups from 0 each.
+    """
+    groups: dict[object, list[Document]] = {}
+    for documents in files:
+        for group in group_by_prompt(documents):
+            # A mask may begin behind the prompt; the earliest is the nearest to its end.
+            prompt = min(map(_before_labels, group), key=len)
+            group_id = group[0].group_id
+            groups.setdefault(object() if group_id is None else (group_id, prompt), []).extend(
+                group
+            )
+    return list(groups.values())
+
+
+def _before_labels(document: Document) -> tuple[int, ...]:
+    """The tokens before the first that is to be learned."""
+    if document.prompt_length is not None:
+        return tuple(document.tokens[: document.prompt_length])
+    assert document.loss_mask is not None
+    return tuple(document.tokens[: [*map(bool, document.loss_mask), True].index(True)])
+
+
 def count_group_labels(
     batches: Iterable[tuple[Sequence[GroupId | None], Sequence[int]]],
 ) -> tuple[Mapping[Hashable, int], int]:

@@ -28,7 +28,7 @@ from fastrl.data.advantages import (
     without_zero_groups,
 )
 from fastrl.data.documents import TOKEN_COLUMNS, Document
-from fastrl.data.prompt_groups import group_by_prompt
+from fastrl.data.prompt_groups import group_by_prompt, group_over_files
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import check_same_columns, read_rollouts
 from fastrl.environments.protocol import Problem
@@ -256,15 +256,15 @@ class FileRollouts:
     ) -> None:
         self._config = config
         self._advantage = advantage
-        groups: list[list[Document]] = []
+        read: list[list[Document]] = []
         named: list[tuple[str, Document]] = []
         require = tuple(field for column, field in TOKEN_COLUMNS.items() if column in columns)
         for path in config.paths:
             documents = files.documents(path, require, config)
+            read.append(documents)
             for number, document in enumerate(documents, start=1):
                 named.append((f"{path}, document {number}", document))
-            groups += group_by_prompt(documents)  # they do not reach over files
-        if not groups:
+        if not named:
             raise UserError(f"{', '.join(config.paths)}: no documents")
         if "kept_tokens" in columns:
             for where, document in named:
@@ -279,7 +279,7 @@ class FileRollouts:
                 f"`advantage.shaping` must not be given, as all documents of "
                 f"{', '.join(config.paths)} have advantages of their own, which it does not change"
             )
-        self.items = ShuffledItems(groups, seed)
+        self.items = ShuffledItems(group_over_files(read), seed)
         self.longest = max(len(document.tokens) for _, document in named)
 
     def next(self) -> Rollouts:

@@ -89,12 +89,36 @@ def test_advantages_of_the_file_are_kept(tmp_path: Path) -> None:
     assert "reward" not in step.metrics
 
 
-def test_groups_of_two_files_are_different(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a21_answers_to_a_prompt_in_two_files_are_one_group(tmp_path: Path, masked: bool) -> None:
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path in paths:
-        write_rollouts(path, _documents(1))
+    layout: dict[str, Any] = {"prompt_length": 2}
+    if masked:
+        layout = {"prompt_length": None, "loss_mask": [0, 0, 1, 1], "logprobs": [-1.0] * 4}
+    documents = [
+        replace(document, tokens=[1, 2, reward, 0], reward=float(reward), group_id=0, **layout)
+        for reward, document in zip((1, 0), _documents(), strict=False)
+    ]
+    for path, document in zip(paths, documents, strict=True):
+        write_rollouts(path, [document])
+    (step,) = _steps(_phase(paths, "phases.1.rollouts.documents_per_step=2"), 1)
+    assert [document.group_id for document in step.documents] == [0, 0]
+    assert [document.advantage for document in step.documents] == pytest.approx(
+        [0.7070, -0.7070], abs=1e-4
+    )
+
+
+def test_groups_of_other_prompts_and_of_no_id_stay_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    write_rollouts(paths[0], _documents(1))
+    others = [replace(document, tokens=[2, *document.tokens[1:]]) for document in _documents(1)]
+    write_rollouts(paths[1], others)
     (step,) = _steps(_phase(paths, "phases.1.rollouts.documents_per_step=6"), 1)
     assert [document.group_id for document in step.documents] == [0, 0, 0, 1, 1, 1]
+    for path in paths:
+        write_rollouts(path, [replace(_documents()[0], group_id=None, advantage=1.0)])
+    (step,) = _steps(_phase(paths, "phases.1.rollouts.documents_per_step=2"), 1)
+    assert [document.group_id for document in step.documents] == [0, 1]
 
 
 @pytest.mark.parametrize(
