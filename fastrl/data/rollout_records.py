@@ -23,7 +23,7 @@ from fastrl.data.columns import (
     PER_TOKEN,
     REQUIRABLE,
 )
-from fastrl.data.documents import Document, DocumentError
+from fastrl.data.documents import Array, Document, DocumentError
 
 IGNORED = ("prompt", "completion", "text", "id", "metadata")
 """Columns for people, which a file may always carry and nothing reads."""
@@ -31,6 +31,14 @@ IGNORED = ("prompt", "completion", "text", "id", "metadata")
 _ROUNDING = 0.05
 """A log-probability may be so far above 0, which 16-bit logits can give. More is another quantity,
 such as a probability or a negative log-likelihood."""
+
+_LOWEST = -1000.0
+"""No model gives logits that differ by so much; less is a stand-in for a missing value. Divided by
+the temperature where that is below 1."""
+
+_TEMPERATURES = (1e-3, 1e3)
+"""fp32 rounds logits of 50 by 3e-6. Over a lower temperature, the ratio would be off by more than
+0.003; over a higher one, no logit makes a difference that training could use."""
 
 _EXPECTED = {
     "integer": "an integer",
@@ -120,10 +128,7 @@ class RecordReader:
             numbers = check_document(0, document)
         except DocumentError as error:
             raise FieldError(columns[error.field], error.problem) from None
-        for name in LOGPROBS:
-            if name in numbers and (largest := numbers[name].max()) > _ROUNDING:
-                problem = f"must be log-probabilities, at most 0, got {largest:.6g}"
-                raise FieldError(columns[name], problem)
+        _check_ranges(document.temperature, numbers, columns)
         return document
 
     def _combined_reward(self, values: Mapping[str, Any]) -> float | None:
@@ -181,6 +186,26 @@ def _plain(number: int, name: str, value: Any) -> Any:
     if not np.isfinite(array).all():
         raise DocumentError(number, name, "must be finite at every token to be written")
     return array.tolist()
+
+
+def _check_ranges(
+    temperature: float, numbers: Mapping[str, Array], columns: Mapping[str, str]
+) -> None:
+    """Refuses temperatures of no use in fp32, and values that are no log-probabilities."""
+    low, high = _TEMPERATURES
+    if not low <= temperature <= high:
+        problem = f"must be from {low:g} to {high:g}, as fp32 allows, got {temperature}"
+        raise FieldError("temperature", problem)
+    lowest = _LOWEST / min(temperature, 1)
+    for name in LOGPROBS:
+        if name not in numbers:
+            continue
+        if (got := numbers[name].max()) > _ROUNDING:
+            problem = f"must be log-probabilities, at most 0, got {got:.6g}"
+            raise FieldError(columns[name], problem)
+        if (got := numbers[name].min()) < lowest:
+            problem = f"must be log-probabilities, at least {lowest:g}, got {got:.6g}"
+            raise FieldError(columns[name], f"{problem}; a token without one must not be learned")
 
 
 def _check_kind(name: str, value: Any, kinds: Sequence[str]) -> None:

@@ -340,6 +340,32 @@ def test_a22_groups_that_are_not_compared_may_have_several_prompts(tmp_path: Pat
     assert len(list(read_rollouts(path))) == 3
 
 
+@pytest.mark.parametrize("temperature", [1e300, 1e39, 1001, 9e-4, 1e-45, 1e-300])
+def test_rl23_temperatures_of_no_use_in_fp32_are_refused(
+    tmp_path: Path, temperature: float
+) -> None:
+    path = _file(tmp_path, _RECORD, _RECORD | {"temperature": temperature})
+    expected = (
+        f", line 2: `temperature` must be from 0.001 to 1000, as fp32 allows, got {temperature}"
+    )
+    assert _refused(path) == expected
+    path = _file(tmp_path, *(_RECORD | {"temperature": good} for good in (0.001, 1000)))
+    assert len(list(read_rollouts(path))) == 2
+
+
+def test_rl23_stand_ins_for_log_probabilities_are_refused(tmp_path: Path) -> None:
+    for value in (-1e30, -9999.0, -1000.5):
+        path = _file(tmp_path, _RECORD | {"logprobs": [-1.0, value]})
+        message = f", line 1: `logprobs` must be log-probabilities, at least -1000, got {value:.6g}"
+        assert _refused(path).startswith(message)
+    path = _file(tmp_path, _TRL | {"ref_per_token_logps": [-1.0, -1e30, -1.0]})
+    assert ", line 1: `ref_per_token_logps` must be log-pr" in _refused(path)
+    cold = _RECORD | {"temperature": 0.1, "logprobs": [-1.0, -9999.0]}
+    masked = {"prompt_length": None, "loss_mask": [0, 0, 1], "logprobs": [0.0, -1e30, -1.0]}
+    path = _file(tmp_path, cold, _RECORD | masked, _RECORD | {"logprobs": [-1.0, -1000.0]})
+    assert len(list(read_rollouts(path))) == 3
+
+
 def test_known_text_columns_are_skipped(tmp_path: Path) -> None:
     texts = {"prompt": "1 + 1 =", "completion": "2", "text": "", "id": 5, "metadata": {"a": [1]}}
     path = _file(tmp_path, _RECORD | texts | {"source": "web"})
