@@ -116,9 +116,9 @@ def _documents(
             document = reader.document(record)
         except FieldError as error:
             raise RolloutFileError(f"{path}, {place}: {error}") from None
-        # With a `loss_mask` nothing says where the prompt ends.
+        # Where the prompt ends is not known of a `loss_mask`, nor of a document without labels.
         is_compared = document.group_id is not None and document.advantage is None
-        if is_compared and document.prompt_length is not None:
+        if is_compared and document.has_labels and document.prompt_length is not None:
             prompt = document.tokens[: document.prompt_length]
             first, other = prompts.setdefault(document.group_id, (place, prompt))
             if prompt != other:

@@ -338,6 +338,9 @@ def test_a22_groups_that_are_not_compared_may_have_several_prompts(tmp_path: Pat
     other = second | {"prompt_length": 2, "reward": 1.0, "group_id": 1}
     path = _file(tmp_path, first | {"prompt_length": 2, "reward": 0.0}, other, other)
     assert len(list(read_rollouts(path))) == 3
+    context = first | {"prompt_length": 3, "logprobs": [], "reward": 1.0}
+    path = _file(tmp_path, context, context | {"tokens": [1, 2, 6]})
+    assert len(list(read_rollouts(path))) == 2
 
 
 @pytest.mark.parametrize("temperature", [1e300, 1e39, 1001, 9e-4, 1e-45, 1e-300])
