@@ -106,6 +106,17 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
             )
 
 
+def check_any_learned(paths: Iterable[str], documents: Iterable[Document]) -> None:
+    """Refuses files of which no document has a label and an advantage or what gives one."""
+    if any(doc.has_labels and (doc.advantage is not None or doc.is_scored) for doc in documents):
+        return
+    raise UserError(
+        f"{', '.join(paths)}: at least one document must have a label (a completion token to be "
+        "learned) and an `advantage` or a `reward` that is not null, got none; nothing would be "
+        "trained"
+    )
+
+
 def _documents(
     path: Path, reader: RecordReader, records: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Document]:

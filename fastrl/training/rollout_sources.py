@@ -30,10 +30,10 @@ from fastrl.data.advantages import (
 from fastrl.data.documents import TOKEN_COLUMNS, Document
 from fastrl.data.prompt_groups import group_by_prompt, group_over_files
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
-from fastrl.data.rollouts import check_same_columns, read_rollouts
+from fastrl.data.rollouts import check_any_learned, check_same_columns, read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import RunEnvironment
+from fastrl.training.environment import Problem, RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -274,6 +274,7 @@ class FileRollouts:
                         " got none"
                     )
         check_same_columns(named)
+        check_any_learned(config.paths, (document for _, document in named))
         if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
             raise UserError(
                 f"`advantage.shaping` must not be given, as all documents of "

@@ -235,6 +235,20 @@ def test_a23_a_completion_of_no_token_has_empty_lists(
     assert step.metrics["reward"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"reward": None}, {"prompt_length": 5, "logprobs": []}],
+    ids=["unscored", "without labels"],
+)
+def test_rl24_files_that_teach_nothing_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path, other = tmp_path / "rollouts.jsonl", tmp_path / "other.jsonl"
+    write_rollouts(path, [replace(document, **change) for document in _documents()])
+    with pytest.raises(UserError, match=r"rollouts.jsonl: at least one document must have a label"):
+        _phase([path])
+    write_rollouts(other, _documents(1))
+    _phase([path, other])
+
+
 def test_an_empty_file_has_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("", encoding="utf-8")
