@@ -39,7 +39,7 @@ def shift_documents(
         DocumentError: naming the document, the field, what is required and what was given.
     """
     checked = [checked_tokens(number, document) for number, document in enumerate(documents)]
-    lengths = torch.tensor([len(ids) for ids, _ in checked], dtype=torch.int64)
+    lengths = np.array([len(ids) for ids, _ in checked], dtype=np.int64)
     label_counts = [int(learned.sum()) for _, learned in checked]
     carried = _carried_columns(documents, label_counts, columns)
     by_token = {
@@ -52,14 +52,15 @@ def shift_documents(
     }
     tokens = _joined([ids for ids, _ in checked], np.int64)
     is_label = _joined([learned for _, learned in checked], np.bool_)
-    starts = lengths.cumsum(0) - lengths
+    index = np.repeat(np.arange(len(documents)), lengths)
+    starts = np.cumsum(lengths) - lengths
     temperatures = [float(document.temperature) for document in documents]
     group_ids = tuple(document.group_id for document in documents)
     return {
-        "tokens": tokens,
-        "labels": _shifted(torch.where(is_label, tokens, IGNORE_LABEL), IGNORE_LABEL),
-        "positions": torch.arange(len(tokens)) - starts.repeat_interleave(lengths),
-        "document_index": torch.arange(len(documents)).repeat_interleave(lengths),
+        "tokens": torch.from_numpy(tokens),
+        "labels": _shifted(np.where(is_label, tokens, IGNORE_LABEL), IGNORE_LABEL),
+        "positions": torch.from_numpy(np.arange(len(tokens)) - starts[index]),
+        "document_index": torch.from_numpy(index),
         "columns": {
             name: _shifted(_joined(values, np.float32), 0) for name, values in by_token.items()
         },
@@ -73,16 +74,18 @@ def shift_documents(
     }
 
 
-def _joined(arrays: Sequence[Array], dtype: type) -> Tensor:  # [T]
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))
+def _joined(arrays: Sequence[Array], dtype: type) -> Array:  # [T]
+    return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
 def _shifted(
-    by_token: Tensor,  # [T]
+    by_token: Array,  # [T]
     filler: int,
 ) -> Tensor:  # [T]
     """Value i + 1 in slot i. Documents begin with `filler`, which thus ends the one before."""
-    return torch.cat([by_token[1:], by_token.new_full((len(by_token[:1]),), filler)])
+    shifted = np.full_like(by_token, filler)
+    shifted[:-1] = by_token[1:]
+    return torch.from_numpy(shifted)
 
 
 def _kept_tokens(documents: Sequence[Document]) -> Tensor | None:
