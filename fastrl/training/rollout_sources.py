@@ -27,13 +27,14 @@ from fastrl.data.advantages import (
     without_labels,
     without_zero_groups,
 )
-from fastrl.data.documents import TOKEN_COLUMNS, Document
+from fastrl.data.columns import BATCH_COLUMNS
+from fastrl.data.documents import Document
 from fastrl.data.prompt_groups import group_by_prompt, group_over_files
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import check_any_learned, check_same_columns, read_rollouts
 from fastrl.environments.protocol import Problem
 from fastrl.training.context import RunContext
-from fastrl.training.environment import Problem, RunEnvironment
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
@@ -258,7 +259,7 @@ class FileRollouts:
         self._advantage = advantage
         read: list[list[Document]] = []
         named: list[tuple[str, Document]] = []
-        require = tuple(field for column, field in TOKEN_COLUMNS.items() if column in columns)
+        require = tuple(field for column, field in BATCH_COLUMNS.items() if column in columns)
         for path in config.paths:
             documents = files.documents(path, require, config)
             read.append(documents)
