@@ -1,12 +1,13 @@
 """Writes the tables of measurements between markers, from benchmarks/results.
 
-    python -m benchmarks.table README.md docs/performance.md docs/sharding.md
+    python -m benchmarks.table
 
 A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a file of
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
-`benchmarks.scaling`. With `--check` nothing is written, and a table that does not say what the
-files say is an error.
+`benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`. The last two
+are sections with a heading, empty as long as there is no such file. With `--check` nothing is
+written, and a table that does not say what the files say is an error.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "docs/results.md", "docs/sharding.md")]
 MARKED = re.compile(
-    r"(<!-- (benchmark|lengths|scaling) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (benchmark|lengths|scaling|memory|slabs) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("files", type=Path, nargs="*", default=PAGES)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     for file in options.files:
@@ -40,7 +44,13 @@ def main() -> None:
 
 def with_tables(text: str) -> str:
     """The text with every marked table made anew."""
-    tables = {"benchmark": benchmark_table, "lengths": lengths_table, "scaling": speedup_table}
+    tables: dict[str, Callable[[str], str]] = {
+        "benchmark": benchmark_table,
+        "lengths": lengths_table,
+        "scaling": speedup_table,
+        "memory": memory_section,
+        "slabs": slabs_section,
+    }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
 
@@ -116,6 +126,70 @@ def speedup_table(name: str) -> str:
         )
     origin = provenance(results, name)
     return f"{results['ranks']} GPUs, {results['shape']}. {origin}\n\n{markdown(lines)}"
+
+
+def memory_section(name: str) -> str:
+    """Predicted and measured peaks of memory."""
+    text = (
+        "The peak of the head above its inputs, gradients included, and of a training step with"
+        " parameters and optimizer\nstates: as `fastrl estimate` predicts it, and by"
+        " `torch.cuda.max_memory_allocated`."
+    )
+    return section(name, "Memory, predicted and measured", text, memory_lines)
+
+
+def memory_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Of the table."""
+    header = ["case", "tokens", "peak in the", "predicted GiB", "measured GiB", "ratio"]
+    return [
+        header,
+        *(
+            [
+                f"{row['kind']}: {row['case']}",
+                f"{row['tokens']}",
+                row["moment"],
+                f"{row['predicted'] / 2**30:.3f}",
+                f"{row['measured'] / 2**30:.3f}",
+                f"{row['predicted'] / row['measured']:.3f}",
+            ]
+            for row in rows
+        ),
+    ]
+
+
+def slabs_section(name: str) -> str:
+    """The widths of `recompute`'s slabs."""
+    text = (
+        "Forward and backward of GRPO with `recompute`: slabs of full blocks of columns, which the"
+        " head takes, against\nslabs of even widths."
+    )
+    return section(name, "Widths of slabs", text, slabs_lines)
+
+
+def slabs_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Of the table."""
+    return [
+        ["shape", "full blocks ms", "even ms", "even / full"],
+        *(
+            [
+                row["shape_name"],
+                f"{row['full_ms']:.2f}",
+                f"{row['even_ms']:.2f}",
+                f"{row['even_over_full']:.3f}",
+            ]
+            for row in rows
+        ),
+    ]
+
+
+def section(
+    name: str, title: str, text: str, lines: Callable[[list[dict[str, Any]]], list[list[str]]]
+) -> str:
+    """A heading, a text and a table; nothing as long as nobody has measured."""
+    if not (RESULTS / f"{name}.json").exists():
+        return ""
+    rows = read(name)
+    return f"## {title}\n\n{text} {provenance(rows[0], name)}\n\n{markdown(lines(rows))}"
 
 
 def sizes(row: dict[str, Any]) -> str:

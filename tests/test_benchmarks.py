@@ -47,7 +47,37 @@ def test_a_tiny_run(
 
 
 def test_published_tables_say_what_the_files_say() -> None:
-    root = Path(table.__file__).parent.parent
-    for file in ("README.md", "docs/performance.md", "docs/sharding.md"):
-        text = (root / file).read_text()
+    for page in table.PAGES:
+        text = page.read_text()
+        assert table.MARKED.search(text)
         assert table.with_tables(text) == text
+
+
+RUN = {"gpu": "a GPU", "torch": "2.13", "triton": "3.7", "commit": "0123456789", "dirty": False}
+SECTIONS = {
+    "memory": (
+        [
+            {"case": "1B", "kind": "step", "tokens": 4096, "moment": "update"}
+            | {"predicted": 3 * 2**29, "measured": 2**30, **RUN},
+        ],
+        "| step: 1B | 4096 | update | 1.500 | 1.000 | 1.500 |",
+    ),
+    "slabs": (
+        [{"shape_name": "tiny", "full_ms": 2.0, "even_ms": 3.0, "even_over_full": 1.5, **RUN}],
+        "| tiny | 2.00 | 3.00 | 1.500 |",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_a_section_appears_with_its_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    empty = f"<!-- {kind} {kind} -->\n<!-- end -->\n"
+    assert table.with_tables(empty.replace("<!-- end", "old\n<!-- end")) == empty
+    rows, line = SECTIONS[kind]
+    (tmp_path / f"{kind}.json").write_text(json.dumps(rows))
+    lines = table.with_tables(empty).splitlines()
+    assert lines[1].startswith("## ")
+    assert line in lines

@@ -39,6 +39,19 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
+def _anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    for file, anchor in links:
+        assert anchor in _anchors(page.parent / file if file else page), (file, anchor)
+
+
 def test_the_index_of_the_docs_names_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
