@@ -33,7 +33,7 @@ def test_the_readme_has_exactly_two_set_up_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_of_the_repository(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     for link in links:
         if "://" not in link:
             assert (page.parent / link).exists(), link
