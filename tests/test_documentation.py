@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fastrl.config.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").glob("**/*.md")),
 ]
 
@@ -68,6 +69,18 @@ def test_the_faults_are_those_of_the_tests_names() -> None:
     rows = re.findall(r"^\| ([A-Z]\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert len(rows) == len(dict(rows))
     assert {code: set(re.findall(r"`([^`]+)`", files)) for code, files in rows} == of_tests
+
+
+def test_the_citation_and_the_oldest_torch_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = parse_yaml((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [citation[name] for name in ("title", "version", "license")] == [
+        project[name] for name in ("name", "version", "license")
+    ]
+    (oldest,) = re.findall(r"^torch>=([\d.]+)$", "\n".join(project["dependencies"]), re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yaml").read_text(encoding="utf-8")
+    assert f"'torch=={oldest}.*'" in workflow
+    assert f"startswith('{oldest}.')" in workflow
 
 
 # Their examples are whole programs; those of other pages go on from what the text says.
