@@ -40,6 +40,12 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_the_package_exist(page: Path) -> None:
+    for path in re.findall(r"`(fastrl/[\w./]+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), path
+
+
 def _anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
