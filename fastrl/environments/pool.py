@@ -85,6 +85,8 @@ class ScoringPool:
         answers = (None, probe.answer) if is_own else (None,)
         self._probe = self._pickled([(probe, answer) for answer in answers])
         for worker in self._workers:
+            # It may be ready since long, and has waited for the problems to be drawn.
+            worker.deadline = time.monotonic() + _START_SECONDS
             worker.send(self._probe)
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 
 from fastrl.config.base import UserError
@@ -19,6 +20,12 @@ class ProblemSets:
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all prompts and answers in their order."""
+        texts = [(problem.prompt, problem.answer) for problem in (*self.heldout, *self.train)]
+        return sha256(repr(texts).encode()).hexdigest()
 
 
 def draw_problem_sets(config: AnyEnvironmentConfig, environment: Environment) -> ProblemSets:

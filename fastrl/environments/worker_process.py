@@ -42,7 +42,7 @@ class WorkerProcess:
         self.deadline: float | None = None
         self.is_ready = self.has_ended = False
         self.text = ""
-        self.unsent = b""
+        self.unsent = memoryview(b"")
         self._received = b""
         theirs_in, self.messages = os.pipe()
         self.answers, theirs_out = os.pipe()
@@ -75,14 +75,18 @@ class WorkerProcess:
 
     def send(self, message: bytes) -> None:
         """Sends a message, or as much as the pipe takes; `send_more` sends the rest."""
-        self.unsent += message
+        self.unsent = memoryview(bytes(self.unsent) + message)
         self.send_more()
 
     def send_more(self) -> None:
         """Sends what is left to send, as far as the pipe takes it."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a dead one is seen by `read`
+        try:
             while self.unsent:
                 self.unsent = self.unsent[os.write(self.messages, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent = memoryview(b"")  # a dead one is seen by `read`
 
     def read(self) -> list[tuple[int, int, float]]:
         """The frames that have come since the last call; a text goes to `text`."""

@@ -23,15 +23,15 @@ def row_gradient(
     *,
     operand_dtype: torch.dtype,
 ) -> Tensor:  # [R, S] operand_dtype
-    """Gradient of the raw products x of a tile, destroying `logits`.
+    """Gradient of the raw products x of a tile, destroying `logits`; 0 in the padding.
 
     dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), p = e^(z - lse),
-    then through temperature, cap and scale. Columns of padding get exactly 0.
+    then through temperature, cap and scale.
 
     With many rows the result is a view into the storage of `logits`, with their row stride in
-    bytes: one program reads a row from left to right and its shorter results never overtake what
-    is still to be read. With few rows, rows are split over programs and the result is new memory.
-    4 S bytes read and 2 S written a row for a 16-bit result.
+    bytes: one program reads a row from left to right, and its shorter results never overtake what
+    is still to be read. Few rows are split over programs, with the result in new memory. A row
+    costs 4 S bytes read and 2 S written for a 16-bit result.
 
     Args:
         logits: raw products x; rows may be strided, columns are not.
@@ -42,23 +42,13 @@ def row_gradient(
         transform: how products become z.
         tile: where the tile lies.
         operand_dtype: of the result, no wider than that of `logits`.
-
-    Returns:
-        The gradient; its row stride is that of `logits` in bytes, or S.
     """
     num_rows, total_columns = logits.shape
     assert logits.stride(1) == 1 or total_columns == 1
     assert operand_dtype.itemsize <= logits.dtype.itemsize
-    assert gradients.entropy is None or entropy is not None
+    assert entropy is not None or gradients.entropy is None
     block = min(4096, max(triton.next_power_of_2(total_columns), 128))
-    num_parts = 1
-    if num_rows < ROWS_TO_FILL_A_DEVICE and total_columns > block:
-        num_parts = min(
-            triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1)), triton.cdiv(total_columns, block)
-        )
-        output = torch.empty(num_rows, total_columns, dtype=operand_dtype, device=logits.device)
-    else:
-        output = logits.view(operand_dtype)[:, :total_columns]
+    output, num_parts = _output_and_parts(logits, operand_dtype, block)
     if num_rows == 0 or total_columns == 0:
         return output
     _row_gradient_kernel[(num_rows, num_parts)](
@@ -80,6 +70,16 @@ def row_gradient(
         **tile.launch_arguments(),
     )
     return output
+
+
+def _output_and_parts(logits: Tensor, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
+    """Memory of the result, and the number of programs that a row is split over."""
+    num_rows, total_columns = logits.shape
+    if num_rows >= ROWS_TO_FILL_A_DEVICE or total_columns <= block:
+        return logits.view(dtype)[:, :total_columns], 1
+    wanted = triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1))
+    output = torch.empty(num_rows, total_columns, dtype=dtype, device=logits.device)
+    return output, min(wanted, triton.cdiv(total_columns, block))
 
 
 @triton.jit(do_not_specialize=["first_column"])

@@ -5,7 +5,7 @@ Nothing here waits for the device, but for batches made by hand without row sets
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ def plan_head(
     """
     batch = _own_tokens(batch, groups)
     labelled = batch.rows_with_labels
+    batch = batch.replace(labelled_rows=labelled)  # found once
     by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
     for name, loss in losses.items():
         if "divergence" not in loss.needs:
@@ -100,8 +101,7 @@ def plan_head(
         same = by_scale[scale]
         needs = frozenset[str]().union(*(loss.needs for loss in same.values()))
         scaled = _at_scale(batch, scale)
-        # The largest of nested sets.
-        active = max((loss.gradient_rows(scaled) for loss in same.values()), key=len)
+        active = _rows_of_all(scaled, [loss.gradient_rows(scaled) for loss in same.values()])
         has_logprobs = return_logprobs and scale == 1
         reads_all = config.metrics or has_logprobs
         plan = HeadPlan(
@@ -115,17 +115,36 @@ def plan_head(
             has_logprobs=has_logprobs,
         )
         plans.append(plan)
-    for name, loss in losses.items():
-        if "divergence" in loss.needs:
-            if config.strategy == "single_pass":
-                raise ValueError(
-                    "`strategy: single_pass` must not be given with a loss of type `distillation`,"
-                    " which takes a pass over both heads' logits of its own; use `auto` or"
-                    " `recompute`."
-                )
-            scaled = _at_scale(batch, loss.config.logits_scale)
-            plans.append(HeadPlan(scaled, labelled, {name: loss}, labelled))
+    plans += [
+        _distillation_plan(config, batch, labelled, name, loss)
+        for name, loss in losses.items()
+        if "divergence" in loss.needs
+    ]
     return HeadPlans(plans, HeadPlan(batch, labelled, {}, labelled, entropy=True))
+
+
+def _distillation_plan(
+    config: LanguageModelHeadConfig,
+    batch: BatchKwargs,
+    labelled: RowSet,
+    name: str,
+    loss: LanguageModelLoss[Any],
+) -> HeadPlan:
+    if config.strategy == "single_pass":
+        raise ValueError(
+            "`strategy: single_pass` must not be given with a loss of type `distillation`,"
+            " which takes a pass over both heads' logits of its own; use `auto` or"
+            " `recompute`."
+        )
+    return HeadPlan(_at_scale(batch, loss.config.logits_scale), labelled, {name: loss}, labelled)
+
+
+def _rows_of_all(batch: BatchKwargs, sets: Sequence[RowSet]) -> RowSet:
+    """Rows that hold all the sets: the largest of the batch's own, which are nested; else all."""
+    own = {id(rows) for rows in batch.row_sets.values()}
+    if len(sets) > 1 and not all(id(rows) in own for rows in sets):
+        return batch.rows_with_labels
+    return max(sets, key=len)
 
 
 def weight_rows(config: LanguageModelHeadConfig) -> int:

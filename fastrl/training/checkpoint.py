@@ -39,6 +39,7 @@ class TrainerState:
         optimizer: its state dict; None before the phase's first checkpoint.
         reference: weights of the frozen reference policy, if the phase has one.
         entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
+        problems: digest of the environment's problems; empty without an environment.
     """
 
     phase: int = 0
@@ -50,6 +51,7 @@ class TrainerState:
     optimizer: dict[str, Any] | None = None
     reference: dict[str, torch.Tensor] | None = None
     entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
+    problems: str = ""
 
 
 def save_checkpoint(

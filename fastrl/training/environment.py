@@ -40,6 +40,7 @@ class RunEnvironment:
     Attributes:
         train: problems for training.
         heldout: problems for evaluation; no prompt is in both.
+        digest: of both, to see that a run goes on with the problems it began with.
 
     Raises:
         UserError: what the config asks for is not there, fails, or has too few different prompts.
@@ -59,7 +60,13 @@ class RunEnvironment:
         problems = draw_problem_sets(config, build_environment(config, seed))
         self.train = problems.train
         self.heldout = problems.heldout
+        self.digest = problems.digest
         self._processes = processes
+        if processes is not None and len(set(processes.gather(self.digest))) > 1:
+            raise UserError(
+                f"{config.label}: `problems` must give the same problems in the same order on all "
+                "processes, but they differ; draw them from `seed` alone, and order sets"
+            )
         self._pool.set_probe(problems.heldout[0])
 
     def start(self) -> None:

@@ -21,6 +21,7 @@ from fastrl.training.checkpoint import (
 )
 from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
+from fastrl.training.environment import RunEnvironment
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
@@ -63,16 +64,13 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     if state.optimizer is not None:
         phase.restore(state)
     if context.environment is not None:
+        state = _with_problems(state, context.environment, run_dir)
         context.environment.start()
     writer: MetricsWriter | NoWriter = NoWriter()
     if is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, run_dir / CONFIG_FILE)
         if checkpoint is not None:
             drop_records_after(run_dir, state.step, None if state.phase_step else phase.name)
-        writer = MetricsWriter(
-            run_dir, tensorboard=config.logging.tensorboard, first_step=state.step
-        )
+        writer = _open_folder(config, run_dir, state)
     console = Console(quiet=not is_main)
     display = open_display(console)
     try:
@@ -93,6 +91,24 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         raise KeyboardInterrupt
     print_line(console, end)
     return 0
+
+
+def _open_folder(config: RunConfig, run_dir: Path, state: TrainerState) -> MetricsWriter:
+    """The folder of the run, made if need be, with its config and the writer of its metrics."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, run_dir / CONFIG_FILE)
+    return MetricsWriter(run_dir, tensorboard=config.logging.tensorboard, first_step=state.step)
+
+
+def _with_problems(state: TrainerState, environment: RunEnvironment, run_dir: Path) -> TrainerState:
+    """The state with the digest of the run's problems; refuses others than it began with."""
+    if state.problems not in ("", environment.digest):
+        raise UserError(
+            f"{run_dir}: a run goes on with the problems it began with, but `environment` gives "
+            "others now: held-out ones may be among those that were trained on; the problems must "
+            "follow from `seed` and `environment` alone"
+        )
+    return replace(state, problems=environment.digest)
 
 
 def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:

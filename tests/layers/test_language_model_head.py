@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor
 
 from fastrl import (
     BatchCounts,
+    BatchKwargs,
     Document,
     LanguageModelHead,
     LanguageModelHeadConfig,
     Llama,
     LlamaConfig,
+    RowSet,
     TokenBatch,
+    TokenStatistics,
 )
-from fastrl.config import GRPOLossConfig
+from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig
 from fastrl.functional.head.checks import check_inputs
-from fastrl.layers.losses import add_metrics
+from fastrl.layers.losses import CrossEntropyLoss, add_metrics
 from tests.helpers.batches import (
     content_hidden,
     pack,
@@ -317,3 +321,50 @@ def test_a_new_head_starts_like_a_new_model() -> None:
     for head in (LanguageModelHead(config), llama.lm_head):
         assert head.weight.std().item() == pytest.approx(0.02, rel=0.02)
         assert head.bias is None or not head.bias.any()
+
+
+class _FirstRows(CrossEntropyLoss):
+    """Cross-entropy of some rows, which it names in a set of its own."""
+
+    places = slice(0, 3)
+
+    def gradient_rows(self, batch: BatchKwargs) -> RowSet:
+        mask = torch.zeros_like(batch.labels, dtype=torch.bool)
+        mask[batch.rows_with_labels.index[self.places]] = True
+        return RowSet.from_mask(mask, batch.document_index)
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        """The negative log-probabilities of the rows that `tokens` mark."""
+        chosen = torch.where(batch.tokens == self.mark, -statistics.logprobs, 0)
+        total: Tensor = self.normalise(chosen, batch)
+        return total
+
+    mark = 1
+
+
+class _LastRows(_FirstRows):
+    places = slice(-3, None)
+    mark = 2
+
+
+def test_losses_of_rows_of_their_own_add_up() -> None:
+    """Neither set holds the other, so the head must take in all labelled rows."""
+    batch = pack(ragged_documents())
+    labelled = batch.rows_with_labels.index
+    tokens = torch.zeros_like(batch.tokens)
+    tokens[labelled[_FirstRows.places]], tokens[labelled[_LastRows.places]] = 1, 2
+    batch = batch.replace(tokens=tokens)
+    head = padded_head(losses={}, metrics=False)
+    hidden = content_hidden(batch)
+    parts = {
+        "first": _FirstRows(CrossEntropyLossConfig()),
+        "last": _LastRows(CrossEntropyLossConfig()),
+    }
+
+    def loss_of(losses: dict[str, Any]) -> Tensor:
+        head.losses = losses
+        total: Tensor = head(hidden, batch).loss
+        return total
+
+    alone = sum(loss_of({name: loss}) for name, loss in parts.items())
+    torch.testing.assert_close(loss_of(parts), alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -157,3 +158,16 @@ def test_functions_of_whole_rows_keep_to_the_bound(
             output.loss.backward()
         peaks.append(logits.peak)
     assert 0 < peaks[0] <= most < peaks[1]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass", "smoothed"])
+def test_a_loss_that_is_held_keeps_no_hidden_states_after_its_backward(strategy: str) -> None:
+    options = OF_WHOLE_ROWS["smoothed"] if strategy == "smoothed" else {"strategy": strategy}
+    head, hidden, batch = make("grpo", **options)
+    of_body = hidden.detach().requires_grad_() * 1.0
+    alive = weakref.ref(of_body)
+    output = head(of_body, batch)
+    output.loss.backward()
+    del of_body
+    assert alive() is None
+    assert output.loss is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from fastrl.cli import main
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import PythonEnvironmentConfig
+from fastrl.training.checkpoint import TrainerState
 from fastrl.training.environment import RunEnvironment
+from fastrl.training.run import _with_problems
 from tests.helpers.runs import write_tiny
 
 TASK = '''
@@ -128,3 +131,33 @@ def test_a_path_that_leads_nowhere(path: str, message: str) -> None:
 def test_the_seed_is_the_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must not have \['seed'\], which follows from the run"):
         _config(tmp_path, config={"seed": 1})
+
+
+class _OtherProcess:
+    """Another process of the run, whose problems have this digest."""
+
+    size, rank = 1, 0
+
+    def __init__(self, digest: str) -> None:
+        self._digest = digest
+
+    def gather(self, value: str) -> list[str]:
+        return [value, self._digest or value]
+
+
+def test_processes_must_have_the_same_problems(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    RunEnvironment(config, 0, _OtherProcess("")).close()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the same problems in the same order on all processes"):
+        RunEnvironment(config, 0, _OtherProcess("other"))  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_with_the_problems_it_began_with(
+    tmp_path: Path,
+) -> None:
+    environment = RunEnvironment(_config(tmp_path), 0)
+    began = _with_problems(TrainerState(), environment, tmp_path)
+    assert began.problems == environment.digest
+    assert _with_problems(began, environment, tmp_path) == began
+    with pytest.raises(UserError, match="goes on with the problems it began with"):
+        _with_problems(replace(began, problems="0" * 64), environment, tmp_path)

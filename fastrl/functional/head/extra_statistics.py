@@ -39,11 +39,13 @@ def extra_statistics(
     if not wanted:
         return {}
 
+    vocab_size = call.vocab_size  # not the call, whose tensors the graph would keep
+
     def statistics(rows: LogitRows) -> Tensor:
         values: list[Tensor] = []
         for name in wanted:
             if name == "mean_logit":
-                values.append(rows.sum(rows.z) / call.vocab_size)
+                values.append(rows.sum(rows.z) / vocab_size)
             elif name == "sum_squares":
                 log_p = rows.z - rows.to_columns(rows.logsumexp())
                 values.append(rows.sum((2 * log_p).exp()))

@@ -47,11 +47,11 @@ def recompute_logprobs(
 
 def forward_statistics(
     call: HeadCall,
-    hidden: Tensor,  # [T, D] gathered
+    hidden: Tensor,  # [R, D] of the rows
     rows: Tensor,  # [R]
 ) -> TokenStatistics:  # of [R]
     """Statistics of some rows, tile by tile; one collective for all rows under `tp`."""
-    hidden, labels, transform = hidden[rows], call.labels[rows], call.transform.rows(rows)
+    labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], call.weight.shape[0]
     statistics = new_running_statistics(num_rows, call.dtype, hidden.device)
     tiling = Tiling(max(num_rows, 1), max(num_columns, 1))
@@ -86,7 +86,8 @@ class _RecomputeLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.call = call
         call = call.on(hidden_states, weight, bias)
-        hidden = gather_hidden(hidden_states, call.groups)
+        # What is gathered goes when its rows are taken.
+        hidden = gather_hidden(hidden_states, call.groups)[call.rows]
         statistics = forward_statistics(call, hidden, call.rows)
         statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows

@@ -191,7 +191,7 @@ class _SinglePass:
         is_other.index_fill_(0, self.rows, False)
         # The count is known on the host: `nonzero` would wait for the device.
         others = torch.nonzero_static(is_other, size=num_others)[:, 0]
-        statistics = forward_statistics(call, self.hidden, others)
+        statistics = forward_statistics(call, self.hidden[others], others)
         for value, other in zip(whole.vectors(), statistics.vectors(), strict=True):
             value.index_copy_(0, others, other)
         return whole

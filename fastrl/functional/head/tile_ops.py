@@ -213,17 +213,8 @@ def _fused_gradient(
     from fastrl.kernels.linear import linear_gradient
 
     matrix = _new_operand(hidden, weight.shape[0], hidden.dtype) if out is None else out
-    linear_gradient(
-        matrix,
-        hidden,
-        weight,
-        labels,
-        statistics.logsumexp,
-        statistics.entropy,
-        gradients,
-        transform,
-        tile,
-    )
+    lse, entropy = statistics.logsumexp, statistics.entropy
+    linear_gradient(matrix, hidden, weight, labels, lse, entropy, gradients, transform, tile)
     return matrix
 
 
