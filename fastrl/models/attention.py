@@ -1,8 +1,8 @@
 """What a token may see: packed documents (two implementations) and the key-value cache.
 
-Every class here is called by each attention layer in turn as `attend(layer, query, key, value)`;
-it is made once per forward and holds no parameters. The projections and the rotary embedding are
-the model's, `fastrl.models.llama`.
+An object of these classes is made once per forward, holds no parameters, and is called by each
+attention layer in turn as `attend(layer, query, key, value)`. The projections and the rotary
+embedding are the model's, `fastrl.models.llama`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Attend(Protocol):
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
-        """Returns softmax(query key^T / sqrt(head_dim)) value over what each token may see."""
+        """softmax(query key^T / sqrt(head_dim)) value over what each token may see."""
         ...
 
 
@@ -42,10 +42,10 @@ def document_attention(
     head_dim: int,
     dtype: torch.dtype,
 ) -> Attend:
-    """Returns causal attention inside documents of a packed sequence.
+    """Causal attention inside documents of a packed sequence.
 
     A token sees the tokens of its own document up to itself. A padding token (document_index -1)
-    sees itself, so that no softmax is over nothing.
+    sees itself, so that no softmax is over an empty set.
 
     Args:
         document_index: the rows of one document must be adjacent and in order.
@@ -69,7 +69,7 @@ def uses_flex(
     head_dim: int,
     dtype: torch.dtype,
 ) -> bool:
-    """Returns whether FlexAttention computes it.
+    """Whether FlexAttention computes the attention.
 
     Raises:
         ValueError: `flex` is asked for and does not run here.
@@ -83,7 +83,7 @@ def uses_flex(
 
 
 def _flex_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """What FlexAttention lacks here, None if it runs."""
+    """The requirement of FlexAttention that is not met here; None if it runs."""
     if device.type != "cuda":
         return f"a CUDA device, got {device}"
     if dtype == torch.float64:
@@ -95,12 +95,12 @@ def _flex_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> st
 
 @dataclass(frozen=True)
 class DocumentGroups:
-    """Documents of like length, padded to one length within each group.
+    """Documents of similar length, padded to one length within each group.
 
     Attributes:
-        rows: one tensor a group, [documents, length], rows of the packed sequence; a document
+        rows: one [documents, length] tensor a group: rows of the packed sequence. A document
             shorter than the group's length repeats its last row.
-        slots: [T], where each packed row is found in the groups' rows, one group after the other.
+        slots: [T], index of each packed row in the groups' rows, one group after the other.
     """
 
     rows: tuple[Tensor, ...]
@@ -110,10 +110,10 @@ class DocumentGroups:
 def _document_groups(
     document_index: Tensor,  # [T]
 ) -> DocumentGroups:
-    """Groups documents by length, so that padding at most doubles the work of long ones."""
+    """The documents by length, such that padding at most doubles the work of long ones."""
     device = document_index.device
     index = document_index.cpu()
-    # A number of its own for each padding row makes it a document of one token.
+    # Each padding row gets a number of its own: a document of one token.
     index = torch.where(index < 0, -1 - torch.arange(len(index), device="cpu"), index)
     values, lengths = torch.unique_consecutive(index, return_counts=True)
     if len(torch.unique(values)) != len(values):
@@ -143,9 +143,8 @@ def _document_groups(
 class PerDocumentAttention:
     """Documents unpacked into a few batches, each under plain causal SDPA.
 
-    Work is that of the documents alone (a [T, T] mask would cost all pairs of tokens), and no
-    document can reach another. The padding of a batch stands after the document's end, where
-    causal attention does not look.
+    The work is that of the documents alone (a [T, T] mask would cost all pairs of tokens). The
+    padding of a batch follows the end of the document, where causal attention does not look.
     """
 
     groups: DocumentGroups
@@ -157,8 +156,7 @@ class PerDocumentAttention:
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
-        """Returns the attention output of every packed row."""
-        outputs = [query[:0].flatten(1)]  # so that there is something to join without any token
+        outputs = [query[:0].flatten(1)]  # so that `cat` has an input when there are no tokens
         for rows in self.groups.rows:
             q, k, v = (_unpacked(tensor, rows) for tensor in (query, key, value))
             gqa = query.shape[1] != key.shape[1]
@@ -179,10 +177,10 @@ def _unpacked(
 def document_block_mask(
     document_index: Tensor,  # [T]
 ) -> BlockMask:
-    """Returns FlexAttention's mask of `document_attention`, without evaluating [T, T] pairs.
+    """FlexAttention's mask of `document_attention`, without evaluating [T, T] pairs.
 
     Documents are runs of rows, so whether a block of 128 x 128 pairs is empty, full or mixed
-    follows from the first and last rows of its two sides. Runs on the device, waits for nothing.
+    follows from the first and last rows of its two sides. No host synchronisation.
     """
     num_tokens = len(document_index)
     device = document_index.device
@@ -206,23 +204,29 @@ def document_block_mask(
         same = (document_start[query] == document_start[key]) & (key <= query)
         return same
 
-    partial_count, partial_order = blocks_in_order(needed & ~full)
-    full_count, full_order = blocks_in_order(full)
+    return packed_block_mask(needed, full, visible, (num_tokens, num_tokens))
+
+
+def packed_block_mask(
+    needed: Tensor,  # [query blocks, key blocks] bool
+    full: Tensor,  # [query blocks, key blocks] bool
+    visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    lengths: tuple[int, int],
+) -> BlockMask:
+    """FlexAttention's mask with `visible` evaluated in the needed blocks that are not full."""
     return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_order,
-        full_count,
-        full_order,
+        *_blocks_in_order(needed & ~full),
+        *_blocks_in_order(full),
         BLOCK_SIZE=FLEX_BLOCK_SIZE,
         mask_mod=visible,
-        seq_lengths=(num_tokens, num_tokens),
+        seq_lengths=lengths,
     )
 
 
-def blocks_in_order(
+def _blocks_in_order(
     blocks: Tensor,  # [query blocks, key blocks] bool
 ) -> tuple[Tensor, Tensor]:  # [1, 1, query blocks] and [1, 1, query blocks, key blocks] int32
-    """Number of chosen key blocks a query block, and the key blocks with the chosen ones first."""
+    """Number of chosen key blocks per query block, and the key blocks with the chosen first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     count = blocks.sum(-1, dtype=torch.int32)
     return count[None, None], order.to(torch.int32)[None, None]
@@ -230,9 +234,23 @@ def blocks_in_order(
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Returns FlexAttention as one kernel."""
-    # By itself torch takes its decoding kernel below 128 tokens, which dynamic sizes break.
+    """FlexAttention as one kernel."""
+    # Below 128 tokens torch would choose its decoding kernel, which dynamic sizes break.
     return partial(torch.compile(flex_attention), kernel_options={"BACKEND": "TRITON"})
+
+
+def flex_output(
+    query: Tensor,  # [T, H, head_dim]
+    key: Tensor,  # [keys, K, head_dim]
+    value: Tensor,  # [keys, K, head_dim]
+    block_mask: BlockMask,
+) -> Tensor:  # [T, H, head_dim]
+    """The attention output of packed queries under a block mask."""
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
+    attention = compiled_flex_attention()
+    output: Tensor = attention(q, k, v, block_mask=block_mask, enable_gqa=gqa)
+    return output[0].transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -248,12 +266,7 @@ class FlexDocumentAttention:
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
-        """Returns the attention output of every packed row."""
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        gqa = query.shape[1] != key.shape[1]
-        attention = compiled_flex_attention()
-        output: Tensor = attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa)
-        return output[0].transpose(0, 1)
+        return flex_output(query, key, value, self.block_mask)
 
 
 class KVCache:
@@ -285,10 +298,10 @@ class KVCache:
         self._mask = self._bias
 
     def extend(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
-        """Opens `num_tokens` more slots and returns their positions in the sequences, [B, n].
+        """The positions in the sequences, [B, n], of `num_tokens` more slots, which it opens.
 
         Raises:
-            ValueError: more slots than `max_length`.
+            ValueError: more slots than `max_length` are needed.
         """
         end = self.length + num_tokens
         if end > self.max_length:
@@ -313,7 +326,7 @@ class KVCache:
         key: Tensor,  # [B * n, K, head_dim]
         value: Tensor,  # [B * n, K, head_dim]
     ) -> Tensor:  # [B * n, H, head_dim]
-        """Stores the new tokens' keys and values and returns their attention output."""
+        """The attention output of the new tokens, whose keys and values are stored."""
         batch, start = len(self.padding), self.length - len(query) // len(self.padding)
         heads, head_dim = key.shape[1:]
         if layer == len(self._keys):
@@ -336,7 +349,7 @@ class KVCache:
         self,
         rows: Tensor,  # [B']
     ) -> KVCache:
-        """Returns a cache of the sequences `rows`: fewer (drop finished ones) or repeated ones."""
+        """A cache of the sequences `rows`: fewer (finished ones dropped) or repeated ones."""
         chosen = KVCache(self.padding[rows], self.max_length)
         chosen.length = self.length
         chosen._keys = [keys[rows] for keys in self._keys]

@@ -1,6 +1,6 @@
 """Llama folders as Hugging Face has them: config.json and safetensors, one file or several.
 
-Nothing here needs transformers; what is saved loads there, and the other way round.
+Nothing here needs transformers, which loads what is saved, and the other way round.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def load_llama(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Llama:
-    """Returns the model of a Hugging Face folder.
+    """The model of a Hugging Face folder.
 
     Args:
         path: the folder.
         head: losses and options of the head.
         groups: process groups of the head.
         device: of the parameters.
-        dtype: of the parameters, which the file's are cast to; default: torch's default dtype.
+        dtype: of the parameters; the file's are cast to it. Default: torch's default dtype.
 
     Raises:
         UserError: as `read_llama_config` and `load_weights`.
@@ -62,18 +62,18 @@ def load_llama(
 def read_llama_config(
     path: str | os.PathLike[str], *, head: HeadOptions | None = None
 ) -> LlamaConfig:
-    """Returns the config of a Hugging Face folder, whose weights decide whether the head is tied.
+    """The config of a Hugging Face folder, whose weights decide whether the head is tied.
 
-    Where config.json says tied but the files hold a head of its own that differs from the
-    embedding, the result is untied, with a warning.
+    Where config.json says tied but the files hold a head that differs from the embedding, the
+    result is untied, with a warning.
 
     Args:
         path: the folder.
-        head: losses and options of the head; what config.json says of the head goes before them.
+        head: losses and options of the head; those in config.json take precedence.
 
     Raises:
-        UserError: a missing or malformed file, an unsupported option, or a head that is not tied
-            and not there.
+        UserError: a missing or malformed file, an unsupported option, or an untied head without
+            weights.
     """
     folder = Path(path)
     source = folder / CONFIG_FILE
@@ -98,13 +98,13 @@ def read_llama_config(
 def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
     """Copies the weights of a Hugging Face folder into a model, casting to its dtype.
 
-    The model's parameters are as they are or just made by `to_empty`; they keep their storage. Of a
-    model over several ranks each rank reads the files and keeps its shards.
+    The parameters, initialised or not, keep their storage. Each rank of a sharded model reads the
+    files and keeps its shards.
 
     Raises:
         UserError: a missing or malformed file; tensors that are missing, unexpected, of another
             shape or not floating point; a head in the files that differs from the embedding when
-            the model's head is tied. Nothing is copied then.
+            the model's head is tied. Nothing has been copied then.
     """
     folder = Path(path)
     files = _weight_files(folder)
@@ -128,7 +128,7 @@ def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
 def _check_tensors(
     folder: Path, files: dict[str, Path], parameters: dict[str, torch.nn.Parameter]
 ) -> None:
-    """Raises one error about all tensors that do not fit."""
+    """Raises one error that lists the tensors that do not fit."""
     problems = [f"missing `{name}`" for name in parameters if name not in files]
     problems += [f"unexpected `{name}`" for name in files if name not in parameters]
     for file in sorted(set(files.values())):
@@ -161,7 +161,7 @@ def _read_tensor(files: dict[str, Path], name: str) -> Tensor:
 
 
 def _opened(file: Path) -> Any:
-    """Returns an open safetensors file, a context manager."""
+    """A context manager of an open safetensors file."""
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError as error:
@@ -171,7 +171,7 @@ def _opened(file: Path) -> Any:
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """Returns the file that holds each tensor of a folder."""
+    """The file that holds each tensor of a folder, by the tensor's name."""
     index = folder / INDEX_FILE
     if (folder / WEIGHTS_FILE).exists():
         files = dict.fromkeys(_tensor_names(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
@@ -219,10 +219,10 @@ def save_llama(
     are several safetensors files and an index.
 
     Args:
-        llama: on any device; of a model over several ranks all must call it.
+        llama: on any device; all ranks of a sharded model must call it.
         path: the folder, which must not exist; its parents are made.
         max_shard_bytes: most bytes of tensors in one file (one tensor may have more).
-        writes: whether this rank writes; the others only give their shards.
+        writes: whether this rank writes; the others only contribute their shards.
 
     Raises:
         UserError: the folder exists.
@@ -237,7 +237,7 @@ def save_llama(
         raise UserError(f"{folder}: exists already; save to a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f"{folder.name}.tmp")
-    if temporary.exists():  # of a run that was killed
+    if temporary.exists():  # left by a run that was killed
         shutil.rmtree(temporary)
     temporary.mkdir()
     try:
@@ -266,7 +266,7 @@ def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
         }
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the system said, in words of its own
+        except SafetensorError as error:  # an error of the file system
             raise OSError(f"{folder / file}: {error}") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:

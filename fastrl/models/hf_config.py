@@ -25,7 +25,7 @@ _SAME_NAME = (
     "eos_token_id",
     "pad_token_id",
 )
-# What transformers takes where config.json is silent, as far as it differs from LlamaConfig.
+# Defaults of transformers that differ from those of LlamaConfig.
 _HF_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -36,8 +36,8 @@ _HF_DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Options that change the function of the model and are not implemented, with the value that
-# leaves them off.
+# Options that change what the model computes and are not implemented, with the values at which
+# they are off.
 _UNSUPPORTED = {
     "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),
@@ -66,7 +66,7 @@ _HEAD_KEYS = {
 def llama_config_from_hf(
     hf: dict[str, Any], *, head: HeadOptions | None = None, source: str = "config.json"
 ) -> LlamaConfig:
-    """Returns the `LlamaConfig` of a parsed config.json.
+    """The `LlamaConfig` of a parsed config.json.
 
     Rotary options are read in both spellings: `rope_theta` and `rope_scaling` beside the sizes, or
     all in `rope_parameters` (transformers 5). Keys that do not change the model are ignored.
@@ -74,8 +74,8 @@ def llama_config_from_hf(
     Args:
         hf: the parsed file.
         head: options of the head; `final_logit_softcapping`, `logit_scale` and `lm_head_bias` of
-            the file, which `llama_config_to_hf` writes, go before them.
-        source: what an error message names as the origin of the values.
+            the file, which `llama_config_to_hf` writes, take precedence.
+        source: the origin of the values, for error messages.
 
     Raises:
         UserError: an option that is not supported, or values that make no Llama.
@@ -118,7 +118,7 @@ def _rope_from_hf(hf: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def llama_config_to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """Returns the config.json of a model, in the spellings of old and new transformers at once.
+    """The config.json of a model, in the spellings of old and new transformers at once.
 
     Options of the head that Hugging Face's Llama lacks are written only where they are set, as
     `final_logit_softcapping`, `logit_scale` and `lm_head_bias`.

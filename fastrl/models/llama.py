@@ -1,8 +1,8 @@
 """The reference Llama: single-device code; sharding is applied from outside.
 
-Module and parameter names are Hugging Face's, so its state dicts load as they are. Tokens are
-packed, [T], never padded to a rectangle; how they see one another is `fastrl.models.attention`,
-files are `fastrl.models.checkpoint`.
+Module and parameter names are Hugging Face's, so its state dicts load unchanged. Tokens are packed,
+[T], never padded to a rectangle. Attention is in `fastrl.models.attention`, files are in
+`fastrl.models.checkpoint`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastrl.parallel import ParallelGroups
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the angle per position of each rotary pair, [head_dim / 2] in `dtype`.
+    """The angle per position of each rotary pair, [head_dim / 2] in `dtype`.
 
         f_i = theta^(-2 i / head_dim)
 
@@ -56,8 +56,8 @@ def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dty
 class Rotary:
     """Rotary position embedding of given positions, made once per forward for all layers.
 
-    An object and not two tensors in the layers' signature, so that mixed-precision wrappers, which
-    cast tensor arguments, leave the angles in fp32.
+    One object rather than two tensor arguments of the layers: mixed-precision wrappers cast tensor
+    arguments, and the angles must stay in fp32.
     """
 
     cos: Tensor  # [T, 1, head_dim], at least fp32
@@ -70,7 +70,7 @@ class Rotary:
         config: LlamaConfig,
         dtype: torch.dtype,
     ) -> Self:
-        """Returns the rotary embedding of `positions` for a model that computes in `dtype`."""
+        """The rotary embedding of `positions` for a model that computes in `dtype`."""
         dtype = compute_dtype(dtype)
         angles = positions[:, None].to(dtype) * rope_frequencies(config, positions.device, dtype)
         cos, sin = angles.cos(), angles.sin()
@@ -80,14 +80,14 @@ class Rotary:
         self,
         heads: Tensor,  # [T, heads, head_dim]
     ) -> Tensor:  # [T, heads, head_dim]
-        """Returns `heads` with pair (i, i + head_dim / 2) turned by the position's angle."""
+        """`heads` with pair (i, i + head_dim / 2) turned by the position's angle."""
         first, second = heads.chunk(2, -1)
         swapped = torch.cat((second, first), -1)
         return (heads * self.cos + swapped * self.sin).to(heads.dtype)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in at least fp32.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in at least fp32.
 
     References:
         Root Mean Square Layer Normalization, arXiv 1910.07467.
@@ -104,7 +104,6 @@ class RMSNorm(nn.Module):
         self,
         hidden_states: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """Returns the normalised states in the dtype of the input."""
         # torch computes it in fp32 for 16-bit inputs, one kernel on CUDA.
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
 
@@ -137,8 +136,7 @@ class Attention(nn.Module):
         rotary: Rotary,
         attend: Attend,
     ) -> Tensor:  # [T, D]
-        """Returns the projected attention output."""
-        # -1 heads: under tensor parallelism the projections give this rank's heads only.
+        # -1: under tensor parallelism the projections give the heads of this rank only.
         query = rotary(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         key = rotary(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -166,7 +164,6 @@ class MLP(nn.Module):
         self,
         hidden_states: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """Returns the MLP's output."""
         output: Tensor = self.down_proj(
             F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         )
@@ -196,7 +193,6 @@ class DecoderLayer(nn.Module):
         rotary: Rotary,
         attend: Attend,
     ) -> Tensor:  # [T, D]
-        """Returns the residual stream after this layer."""
         attention = self.self_attn(self.input_layernorm(hidden_states), rotary, attend)
         hidden_states = hidden_states + attention
         output: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -228,7 +224,7 @@ class Backbone(nn.Module):
         positions: Tensor,  # [T]
         attend: Attend,
     ) -> Tensor:  # [T, D]
-        """Returns the hidden states after the final norm."""
+        """The hidden states after the final norm."""
         hidden_states: Tensor = self.embed_tokens(tokens)
         rotary = Rotary.of(positions, self.config, hidden_states.dtype)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
@@ -244,7 +240,7 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama that ends in the language-model head, so its forward returns the loss.
+    """A Llama that ends in the language-model head: its forward gives the loss.
 
     Weights start normal with standard deviation `initializer_range` (norms at one, biases at
     zero), drawn from torch's global generator: seed it before. On the meta device nothing is
@@ -296,15 +292,15 @@ class Llama(nn.Module):
             self.lm_head.weight = weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What `to_empty` and moves between devices are made of: they give a shared parameter one
-        # copy per module that holds it.
+        # `to_empty` and moves between devices go through it; they give a shared parameter one copy
+        # per module that holds it.
         super()._apply(fn, recurse)
         self.tie_weights()
         return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all weights anew, from torch's global generator."""
+        """Draws all weights from torch's global generator."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -320,7 +316,7 @@ class Llama(nn.Module):
         document_index: Tensor,  # [T]
         pieces: Pieces | None = None,
     ) -> Tensor:  # [T, D]
-        """Returns the final hidden states of packed documents, which cannot see each other.
+        """The final hidden states of packed documents, which do not attend to each other.
 
         Args:
             tokens: int64 ids, of this rank under `groups.sdp`.
@@ -340,12 +336,12 @@ class Llama(nn.Module):
         )
         hidden_states: Tensor = self.model(tokens, positions, attend)
         if pieces is not None and hidden_states._is_view():
-            # The local part of a DTensor: FSDP2, for which this is the output, wants no views.
+            # The local part of a DTensor: FSDP2, whose output this is, refuses views.
             hidden_states = hidden_states.clone()
         return hidden_states
 
     def forward(self, batch: BatchKwargs, *, return_logprobs: bool = False) -> HeadOutput:
-        """Returns the head's loss and metrics (and log-probabilities) of a packed batch."""
+        """The head's loss and metrics (and log-probabilities) of a packed batch."""
         # Not `self.hidden_states`, which `parallelize` may have wrapped as a forward of its own.
         hidden_states = Llama.hidden_states(
             self, batch.tokens, batch.positions, batch.document_index
@@ -358,21 +354,21 @@ class Llama(nn.Module):
         hidden_states: Tensor,  # [T, D]
         batch: BatchKwargs,
     ) -> HeadOutput:
-        """Returns the head's loss and metrics of hidden states that were computed before."""
+        """The head's loss and metrics of hidden states that were computed before."""
         output: HeadOutput = self.lm_head(hidden_states, batch)
         return output
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> tuple[Tensor, KVCache]:  # [B, V]
-        """Returns the logits after each prompt, and a cache with room for `max_new_tokens`.
+        """The logits after each prompt, and a cache with room for `max_new_tokens`.
 
         Prompts may have different lengths but not be empty. To sample a prompt n times, give it
         once and repeat it: `logits.repeat_interleave(n, 0)` and `cache.select(rows)`, with `rows`
         from `torch.arange(B).repeat_interleave(n)`.
 
         Raises:
-            ValueError: an empty prompt, or no prompt at all.
+            ValueError: an empty prompt, or none.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) == 0:
@@ -390,12 +386,11 @@ class Llama(nn.Module):
         tokens: Tensor,  # [B, n]
         cache: KVCache,
     ) -> Tensor:  # [B, V]
-        """Returns the logits after the last of `tokens`, and appends the tokens to the cache.
+        """The logits after the last of `tokens`, which are appended to the cache.
 
             z = cap(logit_scale (h W^T + b)), at least fp32
 
-        which is the head's distribution before its temperature. Padding rows of the vocabulary are
-        left out.
+        the head's logits before its temperature, without padding rows of the vocabulary.
         """
         positions = cache.extend(tokens.shape[1], self.model.norm.weight.dtype)
         hidden_states = self.model(tokens.flatten(), positions.flatten(), cache)

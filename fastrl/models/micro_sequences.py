@@ -1,4 +1,4 @@
-"""A packed sequence forward and backward piece by piece, exact also for document-level losses.
+"""Forward and backward of a packed sequence in pieces, exact also for document-level losses.
 
 Activation memory is that of one piece, and the keys and values of all. The cost is one more forward
 of the backbone, as under full activation checkpointing.
@@ -56,7 +56,7 @@ def backward_in_pieces(
         before = run.before(index)
         states = _hidden_states(llama, pieces[index], before)
         key_values = [before.current[layer] for layer in sorted(before.current)]
-        # The last piece's keys and values have no later reader, and so no gradient.
+        # No later piece reads the keys and values of the last one, so they have no gradient.
         ends = [(states, grads[index])] + [
             (key_value, kept.grad)
             for key_value, kept in zip(key_values, run.key_values[index], strict=True)

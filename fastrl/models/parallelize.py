@@ -1,7 +1,7 @@
 """A Llama spread over a device mesh, from outside: tensor parallel, sequence parallel, FSDP2.
 
-Parameters become DTensors, so that every one says which part of the whole it is. The model stays
-the single-device code of `llama.py`: its layers see plain tensors, this rank's part of them.
+Parameters become DTensors, which record the part of the whole that a rank holds. The model stays
+the single-device code of `llama.py`: its layers see plain tensors, the local part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parallelize_llama(
     fully_sharded: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> ParallelGroups:
-    """Spreads a whole model over the mesh, in place, and returns the groups for its batches.
+    """The groups for the batches of a model, which is sharded over the mesh in place.
 
     Args:
         llama: built without groups, its weights the same on every rank, or on the meta device.
@@ -109,7 +109,7 @@ def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> 
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
 
     def gathered(num_inputs: int) -> PrepareModuleInput:
-        # A DTensor goes in, so that the gradients of its two or three readers are summed first.
+        # A DTensor input, so that the gradients of its two or three uses are summed first.
         others = [None] * (num_inputs - 1)
         return PrepareModuleInput(
             input_layouts=(stream, *others),

@@ -3,7 +3,7 @@
 Queries are this rank's tokens of one piece. Keys and values are those of all tokens up to there: of
 all ranks of the sequence-data axis (one all-gather a layer, whose backward is one reduce-scatter)
 and of the earlier pieces (kept by `Pieces`). Which key a query may see follows from document and
-position alone, so every way to slice a packed sequence is the same here.
+position alone, so nothing here depends on how a packed sequence is sliced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
     Attend,
-    blocks_in_order,
-    compiled_flex_attention,
     document_attention,
+    flex_output,
+    packed_block_mask,
     uses_flex,
 )
 from fastrl.parallel import all_gather, gather_first_dim, group_rank
@@ -40,7 +40,7 @@ def packed_attention(
     head_dim: int,
     dtype: torch.dtype,
 ) -> Attend:
-    """Returns causal attention inside documents of a packed sequence, split or whole.
+    """Causal attention inside documents of a packed sequence, split or whole.
 
     Args:
         document_index: of this rank's tokens, -1 is padding.
@@ -91,7 +91,7 @@ class Visibility:
         keys: Tensor,  # [2, K]
         own: Tensor,  # [T]
     ) -> Visibility:
-        """The visibility of queries among keys. Runs on the device and waits for nothing.
+        """The visibility of queries among keys, without host synchronisation.
 
         A query sees the keys of its document up to itself; a padding token sees itself.
 
@@ -102,7 +102,7 @@ class Visibility:
         document, position = keys
         num_keys = document.shape[0]
         number = torch.arange(num_keys, device=keys.device)
-        # Padding behind all documents, each slot a document of its own.
+        # Padding comes after all documents, each slot a document of its own.
         last = document.max() + 1 if num_keys else 0
         document = torch.where(document < 0, last + number, document)
         # Stable sorts by the minor key first: together by document, then by position.
@@ -124,7 +124,7 @@ class SplitAttention:
         visibility: of this rank's tokens of the piece among all keys.
         group: of the sequence-data axis, None for one rank.
         pieces: keeps the keys and values of the earlier pieces, None for a sequence in one piece.
-        with_flex: computed by FlexAttention; otherwise by SDPA, a document at a time.
+        with_flex: whether FlexAttention computes it; otherwise SDPA does, a document at a time.
     """
 
     def __init__(
@@ -146,20 +146,16 @@ class SplitAttention:
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
-        """Returns the attention output of this rank's tokens of the piece."""
         key_value = torch.cat([key, value], 1)
         if self._pieces is not None:
             key_value = self._pieces.extend(layer, key_value)
         key_value = all_gather(key_value, self._group)
         key_value = key_value.flatten(1).index_select(0, self._visibility.order)
         key, value = key_value.view(-1, 2 * key.shape[1], key.shape[2]).chunk(2, 1)
-        gqa = query.shape[1] != key.shape[1]
         if self._block_mask is not None:
-            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-            attention = compiled_flex_attention()
-            output: Tensor = attention(q, k, v, block_mask=self._block_mask, enable_gqa=gqa)
-            return output[0].transpose(0, 1)
-        outputs = [query[:0]]  # so that there is something to join without any token
+            return flex_output(query, key, value, self._block_mask)
+        gqa = query.shape[1] != key.shape[1]
+        outputs = [query[:0]]  # so that `cat` has an input when there are no tokens
         for segment in self._segments:
             q = query[segment.rows].transpose(0, 1)
             k, v = (tensor[segment.keys].transpose(0, 1) for tensor in (key, value))
@@ -171,14 +167,14 @@ class SplitAttention:
 
 
 class Pieces:
-    """The pieces of a packed sequence that ran so far: what later ones need of them.
+    """Keys and values of the pieces of a packed sequence that ran so far, for the later ones.
 
     Memory: the keys and values of this rank's tokens, 2 * layers * T * K * head_dim elements.
 
     Attributes:
         keys: a piece: int64 [2, T], document index and position of its tokens.
         key_values: a piece, a layer: [T, 2 K, head_dim], keys and values of its tokens.
-        current: a layer: the same of the piece that runs now or ran last, with its graph.
+        current: a layer: the same of the running (or last) piece, with its graph.
     """
 
     def __init__(
@@ -192,7 +188,7 @@ class Pieces:
         self,
         own: Tensor,  # [2, T]
     ) -> Tensor:  # [2, all tokens so far]
-        """Starts a piece; returns document index and position of all keys, its own last."""
+        """Document index and position of all keys, those of the piece that begins here last."""
         self.current, self._own = {}, own
         return torch.cat([*self.keys, own], 1)
 
@@ -201,16 +197,16 @@ class Pieces:
         layer: int,
         key_value: Tensor,  # [T, 2 K, head_dim]
     ) -> Tensor:  # [all tokens so far, 2 K, head_dim]
-        """Notes the piece's keys and values; returns them behind those of the earlier pieces.
+        """The keys and values of the earlier pieces, then those of this one, which are noted.
 
-        A layer that is recomputed (activation checkpointing) comes twice; its first tensor, which
-        the graph goes through, is kept.
+        Under activation checkpointing a layer comes twice; its first tensor, which is part of the
+        graph, is kept.
         """
         self.current.setdefault(layer, key_value)
         return torch.cat([*(piece[layer] for piece in self.key_values), key_value])
 
     def keep(self) -> None:
-        """Ends the piece: its keys and values become leaves, in which later pieces leave grads."""
+        """Ends the piece: its keys and values become leaves, whose `grad` later pieces add to."""
         assert self._own is not None
         leaves = [self.current[layer].detach().requires_grad_() for layer in sorted(self.current)]
         self.keys.append(self._own)
@@ -231,7 +227,7 @@ class Segment:
 
 
 def segments(visibility: Visibility) -> list[Segment]:
-    """The queries in runs of one document, with masks; waits for the device."""
+    """The queries in runs of one document, with masks. Synchronises with the host."""
     starts, stops = visibility.start.tolist(), visibility.stop.tolist()
     bounds = [row for row in range(len(starts)) if row == 0 or starts[row] != starts[row - 1]]
     result = []
@@ -251,29 +247,19 @@ def interval_block_mask(visibility: Visibility) -> BlockMask:
     end_key = first_key + FLEX_BLOCK_SIZE
     starts, stops = _query_blocks(start), _query_blocks(stop)
     needed = (end_key > starts.amin(1)[:, None]) & (first_key < stops.amax(1)[:, None])
-    # The last block of keys, where it is not whole, ends behind every stop: never full.
+    # An incomplete last block of keys ends after every stop, so it is never full.
     full = (first_key >= starts.amax(1)[:, None]) & (end_key <= stops.amin(1)[:, None])
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside: Tensor = (key >= start[query]) & (key < stop[query])
         return inside
 
-    partial_count, partial_order = blocks_in_order(needed & ~full)
-    full_count, full_order = blocks_in_order(full)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_order,
-        full_count,
-        full_order,
-        BLOCK_SIZE=FLEX_BLOCK_SIZE,
-        mask_mod=visible,
-        seq_lengths=(num_queries, num_keys),
-    )
+    return packed_block_mask(needed, full, visible, (num_queries, num_keys))
 
 
 def _query_blocks(
     bounds: Tensor,  # [T]
 ) -> Tensor:  # [blocks, FLEX_BLOCK_SIZE]
-    """The bounds block by block; the last query stands for those that lack."""
-    lacking = -len(bounds) % FLEX_BLOCK_SIZE
-    return torch.cat([bounds, bounds[-1:].expand(lacking)]).view(-1, FLEX_BLOCK_SIZE)
+    """The bounds block by block; the last block is filled up with the last query's."""
+    missing = -len(bounds) % FLEX_BLOCK_SIZE
+    return torch.cat([bounds, bounds[-1:].expand(missing)]).view(-1, FLEX_BLOCK_SIZE)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fastrl import kernels
 from fastrl.functional.batch import BatchKwargs
 from fastrl.kernels import exponentials, linear, merge, row_gradient, row_scaling, row_statistics
-from fastrl.models import attention, split_attention
+from fastrl.models import attention
 
 
 class LiveBytes(TorchDispatchMode):
@@ -211,8 +211,7 @@ def hopper() -> Iterator[FakeTensorMode]:
             patch.setattr(module, name, _NoLaunch())
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
         patch.setattr(attention, "_flex_refusal", lambda *_: None)
-        for module in (attention, split_attention):
-            patch.setattr(module, "compiled_flex_attention", lambda: _flex_attention)
+        patch.setattr(attention, "compiled_flex_attention", lambda: _flex_attention)
         yield mode
 
 
