@@ -18,7 +18,7 @@ from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.checkpoint import CHECKPOINTS_FOLDER, latest_checkpoint
 from fastrl.training.context import build_context
-from fastrl.training.rollout_sources import SampledRollouts
+from fastrl.training.sampled_rollouts import SampledRollouts
 
 
 def sampled(run: Path, checkpoint: Path, steps: int) -> Iterator[Document]:

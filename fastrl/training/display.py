@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fastrl.training.evaluate import Evaluation
-from fastrl.training.rollout_sources import Sample
+from fastrl.training.rollouts import Sample
 
 _SECONDS_BETWEEN_LINES = 5.0
 

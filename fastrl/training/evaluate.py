@@ -8,7 +8,7 @@ from statistics import fmean
 
 from fastrl.config.environment import EvaluationConfig
 from fastrl.training.environment import RunEnvironment
-from fastrl.training.rollout_sources import scored
+from fastrl.training.sampled_rollouts import scored
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer
 

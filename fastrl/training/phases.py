@@ -29,13 +29,9 @@ from fastrl.training.context import RunContext
 from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
 from fastrl.training.order import seeded
 from fastrl.training.processes import frozen_copy, full_state, load_full_weights
-from fastrl.training.rollout_sources import (
-    RolloutSource,
-    Sample,
-    SampledRollouts,
-    phase_seed,
-    split_groups,
-)
+from fastrl.training.rollout_sources import phase_seed
+from fastrl.training.rollouts import RolloutSource, Sample, split_groups
+from fastrl.training.sampled_rollouts import SampledRollouts
 
 
 @dataclass(frozen=True)

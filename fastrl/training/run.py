@@ -28,7 +28,8 @@ from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_afte
 from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
-from fastrl.training.rollout_sources import RolloutSource, build_sources
+from fastrl.training.rollout_sources import build_sources
+from fastrl.training.rollouts import RolloutSource
 
 CONFIG_FILE = "config.yaml"
 

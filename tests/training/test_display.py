@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fastrl.training.display import Display, open_display
 from fastrl.training.evaluate import Evaluation
-from fastrl.training.rollout_sources import Sample
+from fastrl.training.rollouts import Sample
 
 
 def _show(display: Display) -> None:

@@ -11,7 +11,8 @@ from fastrl.config.environment import ReasoningGymConfig
 from fastrl.environments import Problem
 from fastrl.environments.reasoning_gym import ReasoningGymEnvironment
 from fastrl.training.environment import RunEnvironment
-from fastrl.training.rollout_sources import SampledRollouts, SupervisedDocuments
+from fastrl.training.rollout_sources import SupervisedDocuments
+from fastrl.training.sampled_rollouts import SampledRollouts
 from tests.helpers.runs import begin_phase, tiny_context
 
 

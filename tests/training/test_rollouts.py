@@ -13,7 +13,8 @@ from fastrl.config import UserError
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.phases import Phase
-from fastrl.training.rollout_sources import Rollouts, build_sources, split_groups
+from fastrl.training.rollout_sources import build_sources
+from fastrl.training.rollouts import Rollouts, split_groups
 from fastrl.training.run import train
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 

@@ -14,7 +14,7 @@ from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.environment import Scores
 from fastrl.training.phases import Phase
-from fastrl.training.rollout_sources import Rollouts
+from fastrl.training.rollouts import Rollouts
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 

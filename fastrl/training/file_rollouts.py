@@ -1,0 +1,121 @@
+"""The source of the documents of rollout files, read and checked before the run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import replace
+
+from fastrl.config.base import UserError
+from fastrl.config.phases import AdvantageConfig, FileRolloutsConfig
+from fastrl.data.columns import BATCH_COLUMNS
+from fastrl.data.documents import Document
+from fastrl.data.prompt_groups import group_over_files
+from fastrl.data.rollouts import check_any_learned, check_same_columns, read_rollouts
+from fastrl.training.order import ShuffledItems
+from fastrl.training.rollouts import Rollouts, to_rollouts, with_advantages
+
+
+class RolloutFiles:
+    """The documents of rollout files; a file is read and checked once for all phases of a run.
+
+    Args:
+        vocab_size: of the model; ids must be below it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._read: dict[Hashable, list[Document]] = {}
+
+    def documents(
+        self, path: str, require: tuple[str, ...], config: FileRolloutsConfig
+    ) -> list[Document]:
+        """The documents of a file, the same objects for the same arguments.
+
+        Args:
+            path: of the file.
+            require: fields that every document must have.
+            config: the columns that make the reward and those that are not read.
+
+        Raises:
+            UserError: a file that cannot be read or lacks something, an id outside of the
+                vocabulary.
+        """
+        key = (path, require, config.ignore, tuple(config.reward_columns.items()))
+        if key not in self._read:
+            self._read[key] = documents = []
+            for document in read_rollouts(
+                path, require=require, ignore=config.ignore, reward_columns=config.reward_columns
+            ):
+                documents.append(document)
+                largest = max(document.tokens)
+                if largest >= self._vocab_size:
+                    raise UserError(
+                        f"{path}, document {len(documents)}: `tokens` must be ids below the "
+                        f"vocabulary size {self._vocab_size}, got {largest}"
+                    )
+        return self._read[key]
+
+
+class FileRollouts:
+    """Rollouts from files, whole groups in random order.
+
+    Args:
+        config: files and documents a step.
+        advantage: from rewards to advantages, where a document has none of its own.
+        columns: of the batch that the losses and the head need; the files must have them.
+        files: those of the run that were read.
+        seed: of the order of groups.
+
+    Raises:
+        UserError: as `RolloutFiles.documents`; no documents, or a column that only some have.
+    """
+
+    def __init__(
+        self,
+        config: FileRolloutsConfig,
+        advantage: AdvantageConfig,
+        columns: Collection[str],
+        files: RolloutFiles,
+        seed: str,
+    ) -> None:
+        self._config = config
+        self._advantage = advantage
+        read: list[list[Document]] = []
+        named: list[tuple[str, Document]] = []
+        require = tuple(field for column, field in BATCH_COLUMNS.items() if column in columns)
+        for path in config.paths:
+            documents = files.documents(path, require, config)
+            read.append(documents)
+            for number, document in enumerate(documents, start=1):
+                named.append((f"{path}, document {number}", document))
+        if not named:
+            raise UserError(f"{', '.join(config.paths)}: no documents")
+        if "kept_tokens" in columns:
+            for where, document in named:
+                if document.kept_tokens is None:
+                    raise UserError(
+                        f"{where}: `kept_tokens` is required with `model.head.keep.recorded: true`,"
+                        " got none"
+                    )
+        check_same_columns(named)
+        check_any_learned(config.paths, (document for _, document in named))
+        if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
+            raise UserError(
+                f"`advantage.shaping` must not be given, as all documents of "
+                f"{', '.join(config.paths)} have advantages of their own, which it does not change"
+            )
+        self.items = ShuffledItems(group_over_files(read), seed)
+        self.longest = max(len(document.tokens) for _, document in named)
+
+    def next(self) -> Rollouts:
+        """As many groups as make up the documents of the step."""
+        documents: list[Document] = []
+        number = 0
+        while len(documents) < self._config.documents_per_step:
+            (group,) = self.items.take(1)
+            documents += [replace(document, group_id=number) for document in group]
+            number += 1
+        given = [document for document in documents if document.advantage is not None]
+        rewarded = [document for document in documents if document.advantage is None]
+        relative, metrics = with_advantages(rewarded, self._advantage)
+        return to_rollouts([*given, *relative], self._advantage, metrics, [])

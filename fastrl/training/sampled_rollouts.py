@@ -1,0 +1,116 @@
+"""The source of completions of the model that is trained, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from fastrl.config.phases import AdvantageConfig, SamplerRolloutsConfig
+from fastrl.data.advantages import without_labels
+from fastrl.data.documents import Document
+from fastrl.environments.protocol import Problem
+from fastrl.training.environment import RunEnvironment
+from fastrl.training.order import ShuffledItems
+from fastrl.training.rollouts import Rollouts, Sample, to_rollouts, with_advantages
+from fastrl.training.sampler import Completion, Sampler
+from fastrl.training.tokenizer import Tokenizer
+
+
+class SampledRollouts:
+    """Rollouts of the model that is trained, on training problems in random order.
+
+    Args:
+        config: numbers of prompts and completions, temperature.
+        advantage: from rewards to advantages.
+        environment: problems and rewards.
+        tokenizer: from prompts to tokens.
+        sampler: of the model that is trained.
+        seed: of the order of problems.
+    """
+
+    def __init__(
+        self,
+        config: SamplerRolloutsConfig,
+        advantage: AdvantageConfig,
+        environment: RunEnvironment,
+        tokenizer: Tokenizer,
+        sampler: Sampler,
+        seed: str,
+    ) -> None:
+        self._config = config
+        self._advantage = advantage
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        prompts = [(problem, tokenizer.encode(problem.prompt)) for problem in environment.train]
+        self.items = ShuffledItems(prompts, seed)
+        self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
+
+    def next(self) -> Rollouts:
+        """A group of completions for each of the next problems."""
+        config = self._config
+        taken = self.items.take(config.prompts_per_step)
+        problems, prompts = [problem for problem, _ in taken], [prompt for _, prompt in taken]
+        groups = self._sampler.sample(
+            prompts, num_each=config.group_size, temperature=config.temperature
+        )
+        samples, score_metrics = scored(groups, problems, self._environment, self._tokenizer)
+        completions = [completion for group in groups for completion in group]
+        numbers = [number for number, group in enumerate(groups) for _ in group]
+        documents = [
+            Document(
+                tokens=prompts[number] + completion.tokens,
+                prompt_length=len(prompts[number]),
+                logprobs=completion.logprobs,
+                rollout_logprobs=completion.logprobs,
+                temperature=config.temperature,
+                reward=sample.reward,
+                group_id=number,
+            )
+            for number, completion, sample in zip(numbers, completions, samples, strict=True)
+        ]
+        documents, shaping_metrics = with_advantages(
+            documents, self._advantage, self._sampler.config.max_new_tokens
+        )
+        if self._advantage.truncated == "drop":
+            documents = [
+                document if completion.finished else without_labels(document)
+                for document, completion in zip(documents, completions, strict=True)
+            ]
+        lengths = [len(completion.tokens) for completion in completions]
+        metrics = {
+            "completion_length": fmean(lengths),
+            "finished": fmean(sample.finished for sample in samples),
+            "sampled_tokens": float(sum(lengths)),
+            **score_metrics,
+            **shaping_metrics,
+        }
+        # The first completion of each problem.
+        return to_rollouts(documents, self._advantage, metrics, samples[:: config.group_size])
+
+
+def scored(
+    groups: Sequence[Sequence[Completion]],
+    problems: Sequence[Problem],
+    environment: RunEnvironment,
+    tokenizer: Tokenizer,
+) -> tuple[list[Sample], dict[str, float]]:
+    """The completions of all problems as text with their rewards, and the metrics of scoring."""
+    pairs = [
+        (problem, completion)
+        for problem, group in zip(problems, groups, strict=True)
+        for completion in group
+    ]
+    texts = [tokenizer.decode(completion.tokens) for _, completion in pairs]
+    scores = environment.score(
+        [problem for problem, _ in pairs],
+        [
+            text if completion.finished else None
+            for text, (_, completion) in zip(texts, pairs, strict=True)
+        ],
+    )
+    samples = [
+        Sample(problem.prompt, text, reward, completion.finished)
+        for (problem, completion), text, reward in zip(pairs, texts, scores.rewards, strict=True)
+    ]
+    return samples, scores.metrics
