@@ -1,1 +1,1 @@
-"""Training runs: sampling, environments, the loop, checkpoints and what a person sees of them."""
+"""Training runs: sampling, environments, the loop, checkpoints, logs and display."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a Hugging Face folder each, with what training needs to go on.
+"""Checkpoints of a run: Hugging Face folders, each with the state that a resumption needs.
 
     RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, trainer.pt
     RUN/checkpoints/latest                        name of the last complete one
@@ -67,17 +67,17 @@ def save_checkpoint(
 
     Args:
         run_dir: folder of the run.
-        phase_name: begins the checkpoint's name.
-        llama: of a model over several ranks all must call it.
+        phase_name: prefix of the checkpoint's name.
+        llama: all ranks of a sharded model must call it.
         state: with whole tensors.
-        keep: number of checkpoints that stay.
-        writes: whether this rank writes; the others only give their shards.
+        keep: number of checkpoints that are kept.
+        writes: whether this rank writes; the others only contribute their shards.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        UserError: it cannot be written; nothing of it stays.
+        UserError: it cannot be written; nothing is left of it.
     """
     folder = run_dir / CHECKPOINTS_FOLDER
     target = folder / f"{phase_name}-{state.step:06}"
@@ -86,7 +86,7 @@ def save_checkpoint(
         save_llama(llama, temporary, writes=False)
         return target
     for stale in (temporary, target):
-        if stale.exists():  # of a run that was killed, or of this step before a resumption
+        if stale.exists():  # left by a run that was killed, or that resumed before this step
             shutil.rmtree(stale)
     try:
         save_llama(llama, temporary)
@@ -111,7 +111,7 @@ def save_checkpoint(
 def _save_state(state: TrainerState, file: Path) -> None:
     try:
         torch.save(vars(state), file)
-    except RuntimeError as error:  # what torch makes of a write that the system refuses
+    except RuntimeError as error:  # how torch reports a failed write
         raise OSError(f"{file}: {error} (is the disk full?)") from error
 
 

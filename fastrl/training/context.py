@@ -17,8 +17,6 @@ from fastrl.training.processes import Processes, empty_llama, load_full_weights,
 from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class RunContext:
@@ -43,16 +41,16 @@ def build_context(
     with_environment: bool = True,
     distributed: bool = False,
 ) -> RunContext:
-    """The context of a run. It seeds torch's global generator for the weights.
+    """The context of a run. Seeds torch's global generator, which initialises the weights.
 
     Args:
         config: of the run.
-        checkpoint: folder that the weights come from instead of the config's model.
-        with_environment: whether problems are needed.
-        distributed: over the processes of `config.parallel`; otherwise this one alone.
+        checkpoint: folder of the weights, in place of the config's model.
+        with_environment: whether to build the environment, if the config has one.
+        distributed: whether to run on the processes of `config.parallel`, or on this one alone.
 
     Raises:
-        UserError: the config asks for something that is not there.
+        UserError: the config asks for something that is not available.
     """
     parallel = config.parallel if distributed else ParallelConfig()
     processes = start_processes(parallel, _device(config.device))
@@ -84,7 +82,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_prompts(environment: RunEnvironment, tokenizer: Tokenizer) -> None:
-    """Refuses prompts that cannot be sampled from, now and not in the middle of the run."""
+    """Refuses prompts that cannot be sampled from, before the run begins."""
     for problem in (*environment.heldout, *environment.train):
         if not tokenizer.encode(problem.prompt):
             is_entry = isinstance(problem.data, dict) and "question" in problem.data
@@ -118,7 +116,7 @@ def _build_llama(
             f"{source}: `vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, got "
             f"{llama_config.vocab_size}"
         )
-    dtype = DTYPES[config.dtype]
+    dtype: torch.dtype = getattr(torch, config.dtype)
     if folder is None:
         llama = Llama(llama_config, device=processes.device, dtype=dtype)
         if processes.mesh is None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display(Protocol):
-    """What shows a run while it goes on."""
+    """The display of a running run."""
 
     def begin_phase(self, name: str, steps: int, steps_done: int) -> None:
-        """A phase begins, or goes on after `steps_done` of its steps."""
+        """A phase begins, or resumes after `steps_done` of its steps."""
         ...
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
-        ...
+    def step(self, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Some completions of a step."""
@@ -42,17 +40,13 @@ class Display(Protocol):
         """The held-out prompts were scored."""
         ...
 
-    def message(self, text: str) -> None:
-        """A line of its own."""
-        ...
+    def message(self, text: str) -> None: ...
 
-    def close(self) -> None:
-        """The run is over."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_display(console: Console) -> Display:
-    """A live display on a terminal, plain lines elsewhere, on a quiet console none."""
+    """A live display on a terminal, plain lines elsewhere; nothing on a quiet console."""
     is_live = console.is_terminal and not console.quiet
     return LiveDisplay(console) if is_live else PlainDisplay(console)
 
@@ -134,7 +128,7 @@ class PlainDisplay:
         self.message(_heldout(evaluation))
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
     def close(self) -> None:
         pass
@@ -160,5 +154,5 @@ def _heldout(evaluation: Evaluation) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints a line of text as it is."""
+    """Prints a line of text without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

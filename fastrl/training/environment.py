@@ -20,7 +20,7 @@ class Scores:
 
     Attributes:
         rewards: of the completions, in order.
-        metrics: how many of them counted as no answer, by name.
+        metrics: numbers of those that count as no answer, by reason.
     """
 
     rewards: list[float]
@@ -33,9 +33,9 @@ class RunEnvironment:
     Args:
         config: of the environment.
         seed: of the run.
-        processes: that share the scoring; default: this one alone.
-        launch: whether a worker starts at once, while problems are drawn; otherwise when there is
-            something to score.
+        processes: that share the scoring; default: this process alone.
+        launch: whether a worker starts at once, while problems are drawn; otherwise with the first
+            completion to score.
 
     Attributes:
         train: problems for training.
@@ -43,7 +43,7 @@ class RunEnvironment:
         digest: of both, to see that a run goes on with the problems it began with.
 
     Raises:
-        UserError: what the config asks for is not there, fails, or has too few different prompts.
+        UserError: the environment is not available, fails, or has too few different prompts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunEnvironment:
         self._pool.set_probe(problems.heldout[0])
 
     def start(self) -> None:
-        """Waits for a worker, so that what is wrong with the scoring is told before the run begins.
+        """Waits for a worker, such that scoring errors are raised before the run begins.
 
         Raises:
             UserError: the environment cannot be made in a worker, or cannot score.
@@ -78,15 +78,14 @@ class RunEnvironment:
         self._pool.start()
 
     def close(self) -> None:
-        """Ends the workers."""
         self._pool.close()
 
     def score(self, problems: Sequence[Problem], answers: Sequence[str | None]) -> Scores:
         """The rewards of answers, one a problem; None is a completion that did not end.
 
-        An answer that cannot be scored counts as none, and in a metric: `score_errors` if the
+        An answer that cannot be scored counts as None and in a metric: `score_errors` if the
         environment failed, `score_timeouts` if it took too long, `score_failures` if the worker
-        died. Each of the run's processes scores a share, and all get the same; all must call.
+        died. Each process scores a share and gets all rewards; all must call.
 
         Raises:
             UserError: as `ScoringPool.score`; on all processes if on one.

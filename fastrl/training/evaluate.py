@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from fastrl.config.environment import EvaluationConfig
-from fastrl.training.environment import RunEnvironment
+from fastrl.config.training import RunConfig
+from fastrl.training.context import RunContext
+from fastrl.training.order import seeded
 from fastrl.training.sampled_rollouts import scored
-from fastrl.training.sampler import Sampler
-from fastrl.training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Evaluation:
         reward: mean over all completions.
         solved: share of completions with the full reward of 1.
         finished: share of completions that ended.
-        scoring: how many completions could not be scored, by name.
+        scoring: numbers of completions that could not be scored, by reason.
     """
 
     reward: float
@@ -30,7 +29,7 @@ class Evaluation:
     scoring: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by their names in the metrics file."""
+        """The numbers by their names in metrics.jsonl."""
         return {
             "heldout/reward": self.reward,
             "heldout/solved": self.solved,
@@ -39,20 +38,17 @@ class Evaluation:
         }
 
 
-def evaluate(
-    config: EvaluationConfig,
-    environment: RunEnvironment,
-    tokenizer: Tokenizer,
-    sampler: Sampler,
-) -> Evaluation:
-    """The scores of freshly sampled completions of all held-out prompts."""
-    problems = environment.heldout
-    groups = sampler.sample(
-        [tokenizer.encode(problem.prompt) for problem in problems],
-        num_each=config.samples_per_prompt,
-        temperature=config.temperature,
+def evaluate(config: RunConfig, context: RunContext) -> Evaluation:
+    """The scores of completions of all held-out prompts, sampled from the same seed each time."""
+    assert context.environment is not None
+    problems = context.environment.heldout
+    context.generator.manual_seed(seeded(config.seed, "evaluation").getrandbits(63))
+    groups = context.sampler.sample(
+        [context.tokenizer.encode(problem.prompt) for problem in problems],
+        num_each=config.evaluation.samples_per_prompt,
+        temperature=config.evaluation.temperature,
     )
-    samples, scoring = scored(groups, problems, environment, tokenizer)
+    samples, scoring = scored(groups, problems, context.environment, context.tokenizer)
     return Evaluation(
         reward=fmean(sample.reward for sample in samples),
         solved=fmean(sample.reward >= 1.0 for sample in samples),

@@ -1,4 +1,4 @@
-"""What `fastrl eval` and `fastrl sample` do: look at the model of a run."""
+"""`fastrl eval` and `fastrl sample`: the model of a run, evaluated or sampled from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:
     """Prints the score of a run's latest checkpoint on held-out prompts; the exit code is 0.
 
     Args:
-        run_dir: of the run.
+        run_dir: folder of the run.
         overrides: changes of its config, such as `evaluation.temperature=0`.
 
     Raises:
@@ -35,11 +35,8 @@ def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:
     checkpoint = latest_checkpoint(run_dir)
     context = build_context(config, checkpoint=checkpoint)
     assert context.environment is not None
-    context.generator.manual_seed(seeded(config.seed, "evaluation").getrandbits(63))
-    with closing(context.environment) as environment:
-        evaluation = score_heldout(
-            config.evaluation, environment, context.tokenizer, context.sampler
-        )
+    with closing(context.environment):
+        evaluation = score_heldout(config, context)
     console = Console()
     print_line(
         console,
@@ -62,7 +59,7 @@ def sample(
     """Prints completions of a prompt by a run's latest checkpoint; the exit code is 0.
 
     Args:
-        run_dir: of the run.
+        run_dir: folder of the run.
         prompt: as the model reads it.
         max_tokens: longest completion; default: `sampler.max_new_tokens` of the run.
         temperature: of sampling, 0 for greedy; default: `evaluation.temperature` of the run.

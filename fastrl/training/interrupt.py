@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks a run to stop after its step, the second ends it at once."""
+"""Ctrl-C: the first stops a run after its step, the second at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a run on disk: metrics.jsonl, samples.jsonl and TensorBoard events."""
+"""Log files of a run: metrics.jsonl, samples.jsonl and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class NoWriter:
 
 
 class MetricsWriter:
-    """The files of a run, appended to; every line is complete when a call returns.
+    """The writer that appends to a run's log files; each call writes whole lines.
 
     Args:
         folder: of the run.
-        tensorboard: whether events are written as well; needs the tensorboard package.
-        first_step: steps that the run made before; TensorBoard discards later events in the folder.
+        tensorboard: whether to write events too, which needs the tensorboard package.
+        first_step: steps done before; TensorBoard discards later events in the folder.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool, first_step: int = 0) -> None:
@@ -48,7 +48,7 @@ class MetricsWriter:
         self._samples = (folder / SAMPLES_FILE).open("a", encoding="utf-8")
 
     def log(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Writes the numbers of a step.
+        """Writes the metrics of a step.
 
         Args:
             step: number of steps done in the run, over all phases.
@@ -79,13 +79,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def drop_records_after(folder: Path, step: int, new_phase: str | None) -> None:
-    """Drops the lines that a run wrote after its checkpoint, before it goes on from there.
+    """Drops the lines that a run wrote after the checkpoint that it resumes from.
 
     Args:
         folder: of the run.
         step: of the checkpoint, over all phases.
         new_phase: name of the phase that begins after the checkpoint, whose evaluation at this step
-            will come again; None if the run goes on within a phase.
+            will be repeated; None if the run resumes within a phase.
     """
     for name in (METRICS_FILE, SAMPLES_FILE):
         with (folder / name).open(encoding="utf-8") as file:

@@ -13,7 +13,7 @@ from fastrl.parallel import shard_like, whole_tensor
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; only matrices decay."""
+    """AdamW over the trainable parameters, with weight decay on matrices only."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -60,7 +60,7 @@ def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> flo
 def apply_update(
     optimizer: torch.optim.AdamW, config: OptimizerConfig, update: int, num_updates: int
 ) -> Tensor:
-    """Clips the gradients, makes update number `update` and clears them.
+    """Clips the gradients, applies update number `update` and clears them.
 
     Returns:
         The norm of all gradients before clipping, a scalar on their device.

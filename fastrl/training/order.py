@@ -10,11 +10,11 @@ ItemT = TypeVar("ItemT")
 
 
 class ShuffledItems(Generic[ItemT]):
-    """Endless passes over items, each pass in an order of its own.
+    """Endless passes over items, each shuffled anew.
 
     Args:
         items: at least one.
-        seed: with the number of the pass, it gives the order.
+        seed: determines the order, together with the number of the pass.
         position: items that were taken already.
     """
 
@@ -27,7 +27,7 @@ class ShuffledItems(Generic[ItemT]):
         self.position = position
 
     def take(self, number: int) -> list[ItemT]:
-        """The next items; one comes twice only when the pass ends between the two."""
+        """The next items; an item repeats only where a pass ends between the two."""
         taken = []
         for position in range(self.position, self.position + number):
             epoch, place = divmod(position, len(self._items))
@@ -43,6 +43,6 @@ class ShuffledItems(Generic[ItemT]):
 def seeded(*parts: Hashable) -> random.Random:
     """A random generator for a purpose, such as `seeded(run_seed, "phase", 3)`.
 
-    The numbers follow from the parts alone, so nothing need be saved to resume a run.
+    Its numbers depend on the parts alone, so resuming a run needs no saved state.
     """
     return random.Random("/".join(map(str, parts)))

@@ -1,4 +1,4 @@
-"""One phase of a run, step by step: the updates made on its documents."""
+"""One phase of a run: steps, and the updates on their documents."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Phase:
     Args:
         config: of the run.
         index: of the phase.
-        context: model, environment and sampler; the head gets the losses of the phase.
+        context: model, environment and sampler; the head takes the losses of the phase.
         source: of the phase's documents, from `build_sources`.
 
     Attributes:
@@ -76,7 +76,8 @@ class Phase:
         steps_done: number of steps made.
         source: of documents.
         optimizer: of the phase.
-        reference: the frozen policy of a KL term, the model as the phase began; None without one.
+        reference: the frozen policy of a KL term, a copy of the model at the start of the phase;
+            None without one.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Phase:
         )
 
     def restore(self, state: TrainerState) -> None:
-        """Resumes from a checkpoint of this phase, whose weights are loaded already."""
+        """Resumes from a checkpoint of this phase, whose weights have been loaded."""
         assert state.optimizer is not None
         self.steps_done = state.phase_step
         self.source.items.position = state.position
@@ -113,7 +114,7 @@ class Phase:
             load_full_weights(self.reference, state.reference)
 
     def state(self, before: TrainerState) -> TrainerState:
-        """The run's state with what `restore` needs of this phase; all ranks must call."""
+        """The run's state with what `restore` needs; all ranks must call."""
         losses = self._policy_losses()
         return replace(
             before,
@@ -124,7 +125,7 @@ class Phase:
         )
 
     def step(self) -> StepResult:
-        """Makes the updates of a step on the next documents."""
+        """The result of a step: its updates on the next documents."""
         self._context.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
         rollouts = self.source.next()
         mini_batches, epochs = 1, 1
@@ -180,7 +181,7 @@ class Phase:
     def _update(
         self, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
     ) -> dict[str, float]:
-        """Makes one update with the summed gradients of the micro-batches."""
+        """The metrics of one update with the summed gradients of the micro-batches."""
         llama = self._context.llama
         parts, strategies = [], []
         for batch in micro_batches:
@@ -221,5 +222,5 @@ def evaluated(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
     logprobs: torch.Tensor = llama(batch).logprobs
     llama.train(was_training)
     if isinstance(llama, FSDPModule):
-        llama.reshard()  # as a backward would; the gathered weights must not be used again
+        llama.reshard()  # as a backward would: the gathered weights are stale after the update
     return logprobs

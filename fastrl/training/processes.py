@@ -1,4 +1,4 @@
-"""The processes of a run: their ranks, their agreement, and how a model is sharded over them."""
+"""The processes of a run: their ranks, collectives, and how a model is sharded over them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from fastrl.config.training import ParallelConfig
 from fastrl.models.llama import Llama
 from fastrl.models.parallelize import parallelize_llama
 from fastrl.parallel import ParallelGroups, device_mesh, shard_like, whole_tensor
-
-_COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: None}
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,10 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether any process has the flag: one small collective, which all must join."""
+        """Whether the flag is set on any process; all must call."""
         if self.size == 1:
             return flag
         total = torch.tensor(int(flag), device=self.device)
@@ -51,7 +48,7 @@ class Processes:
         return bool(total)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank; pickled."""
+        """The values of all processes by rank, sent as pickles; all must call."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -62,9 +59,14 @@ class Processes:
     def size(self) -> int:
         return self.config.num_processes
 
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        name = self.config.compute_dtype
+        return None if name is None else getattr(torch, name)
+
     def new_sampler_copy(self, llama: Llama) -> Llama:
-        """A model of this process alone for `sync_full_weights` to fill, in the compute dtype."""
-        dtype = _COMPUTE_DTYPES[self.config.compute_dtype] or llama.model.norm.weight.dtype
+        """An unsharded model in the compute dtype, for `sync_full_weights` to fill."""
+        dtype = self._compute_dtype or llama.model.norm.weight.dtype
         copy = Llama(llama.config, device="meta", dtype=dtype).to_empty(device=self.device)
         return copy.requires_grad_(False).eval()
 
@@ -77,25 +79,25 @@ class Processes:
             self.mesh,
             sequence_parallel=self.config.sequence_parallel,
             fully_sharded=self.config.fully_sharded,
-            compute_dtype=_COMPUTE_DTYPES[self.config.compute_dtype],
+            compute_dtype=self._compute_dtype,
         )
 
     def close(self) -> None:
-        """Leaves the process group, at the end of a run that went well."""
+        """Leaves the process group, at the end of a run without an error."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
 
 def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
-    """Joins the other processes, which torchrun started; for one process nothing is started.
+    """This process among those that torchrun started; one process alone starts no group.
 
     Args:
         config: the sizes of the axes.
-        device: `cuda` without a number stands for the GPU of this process's number on its host.
+        device: `cuda` without a number is the GPU of the process's local rank.
 
     Raises:
-        UserError: there are more or fewer processes than the axes need; on every one of them, and
-            before they meet.
+        UserError: more or fewer processes than the axes need; on every process, before any
+            collective.
     """
     found = int(os.environ.get("WORLD_SIZE", "1"))
     needed = config.num_processes

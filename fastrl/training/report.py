@@ -16,7 +16,7 @@ Curve = tuple[list[int], list[float]]
 
 
 def write_report(run_dir: Path, *, title: str) -> Path:
-    """Draws the metrics of a run into its folder; the file appears complete or not at all."""
+    """Plots the metrics of a run into its folder; the file appears complete or not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
 
 
 def _curves(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Curve]:
-    """The curve of a metric of each loss, by the loss's name."""
+    """The curves of a metric by the name of the loss."""
     names = {
         key.removesuffix(f"/{metric}"): key
         for record in records
@@ -66,7 +66,7 @@ def _curves(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Curve]:
 
 
 def _draw_losses(axis: Any, records: Sequence[dict[str, Any]]) -> None:
-    """Draws the last phase to a scale of its own: a policy loss is far below a cross-entropy."""
+    """Plots the last phase on its own scale: a policy loss is far below a cross-entropy."""
     last = records[-1]["phase"] if records else None
     before = _curves([record for record in records if record["phase"] != last], "loss")
     curves = _curves([record for record in records if record["phase"] == last], "loss")

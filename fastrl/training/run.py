@@ -1,4 +1,4 @@
-"""A training run: phase after phase, evaluations between them, checkpoints, where it stopped."""
+"""A training run: its phases, evaluations between them, checkpoints, resumption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from fastrl.training.environment import RunEnvironment
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.interrupt import StopRequest
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
-from fastrl.training.order import seeded
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
 from fastrl.training.rollout_sources import build_sources
@@ -37,20 +36,18 @@ CONFIG_FILE = "config.yaml"
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     """Trains as a config says; the exit code is 0.
 
-    Each of the processes of `config.parallel` calls it; the first one prints and writes.
-
-    Nothing is written before the config, the environment, the model and the data of all phases have
-    been found good.
+    Each of the processes of `config.parallel` calls it; the first one prints and writes. Nothing is
+    written before config, environment, model and the data of all phases have been checked.
 
     Args:
         config: of the run.
-        run_dir: where everything goes; new or empty, unless `resume`.
-        resume: go on from the latest checkpoint of `run_dir`.
+        run_dir: folder of the run; new or empty, unless `resume`.
+        resume: whether to continue from the latest checkpoint of `run_dir`.
 
     Raises:
-        UserError: as `build_context`, `build_sources` and `Trainer.run`; a folder that is in
-            use, or not that of a run to resume.
-        KeyboardInterrupt: Ctrl-C; after the first one the step is finished and the run saved.
+        UserError: as `build_context`, `build_sources` and `Trainer.run`; a folder that is in use,
+            or has no run to resume.
+        KeyboardInterrupt: Ctrl-C; after the first one the step is finished and a checkpoint saved.
     """
     started = time.monotonic()
     checkpoint = _checkpoint_to_resume(config, run_dir) if resume else None
@@ -69,9 +66,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         context.environment.start()
     writer: MetricsWriter | NoWriter = NoWriter()
     if is_main:
-        if checkpoint is not None:
-            drop_records_after(run_dir, state.step, None if state.phase_step else phase.name)
-        writer = _open_folder(config, run_dir, state)
+        writer = _open_writer(config, run_dir, phase.name, state, resumes=checkpoint is not None)
     console = Console(quiet=not is_main)
     display = open_display(console)
     try:
@@ -94,10 +89,14 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     return 0
 
 
-def _open_folder(config: RunConfig, run_dir: Path, state: TrainerState) -> MetricsWriter:
-    """The folder of the run, made if need be, with its config and the writer of its metrics."""
+def _open_writer(
+    config: RunConfig, run_dir: Path, phase_name: str, state: TrainerState, *, resumes: bool
+) -> MetricsWriter:
+    """The log files of a run, without the records after the state that it resumes from."""
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / CONFIG_FILE)
+    if resumes:
+        drop_records_after(run_dir, state.step, None if state.phase_step else phase_name)
     return MetricsWriter(run_dir, tensorboard=config.logging.tensorboard, first_step=state.step)
 
 
@@ -128,7 +127,7 @@ def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
-    """The state of a checkpoint, at the beginning of the next phase if one has ended."""
+    """The state of a checkpoint, moved to the next phase if its own has ended."""
     state = load_trainer_state(checkpoint)
     has_ended = state.phase_step == config.phases[state.phase].steps
     if not has_ended or state.phase + 1 == len(config.phases):
@@ -165,10 +164,10 @@ class Trainer:
         run_dir: folder of the run, which exists.
         context: model, environment and sampler.
         phase: the phase to begin with.
-        sources: of the documents of the phases that follow; each is given up to its phase.
+        sources: of the documents of the phases that follow; a phase takes its own.
         state: progress to resume from; the optimizer's state is in `phase` already.
         writer: of the metrics.
-        display: shows the progress.
+        display: of the progress.
         started: `time.monotonic()` at the start of the run.
 
     Attributes:
@@ -231,8 +230,8 @@ class Trainer:
     def summary(self) -> str:
         """The last line of a finished run.
 
-        It compares the held-out reward before the last phase with that after it, or, in a run
-        without an environment, the first and last loss of that phase.
+        The held-out reward before and after the last phase or, without an environment, the first
+        and last loss of that phase.
         """
         losses = self._config.losses_of(self._phase.config).values()
         how = f"({'+'.join(loss.type for loss in losses)}, {self.seconds:.0f} s)"
@@ -245,7 +244,7 @@ class Trainer:
 
     def _run_phase(self, stop: StopRequest) -> bool:
         phase, config = self._phase, self._phase.config
-        if len(self.state.rewards) == self.state.phase:  # not so after a resumption within a phase
+        if len(self.state.rewards) == self.state.phase:  # false after a resumption within a phase
             evaluation = self._evaluate()
             reward = math.nan if evaluation is None else evaluation.reward
             self.state = replace(self.state, rewards=(*self.state.rewards, reward))
@@ -296,13 +295,9 @@ class Trainer:
             )
 
     def _evaluate(self) -> Evaluation | None:
-        context = self._context
-        if context.environment is None:
+        if self._context.environment is None:
             return None
-        context.generator.manual_seed(seeded(self._config.seed, "evaluation").getrandbits(63))
-        evaluation = evaluate(
-            self._config.evaluation, context.environment, context.tokenizer, context.sampler
-        )
+        evaluation = evaluate(self._config, self._context)
         values = {**evaluation.metrics(), "seconds": self.seconds}
         self._writer.log(self.state.step, self._phase.name, values)
         self._display.evaluation(evaluation)

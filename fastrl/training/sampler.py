@@ -13,7 +13,7 @@ from fastrl.models.llama import Llama
 from fastrl.training.processes import Processes, sync_full_weights
 
 _COMPACT_BELOW = 0.75
-"""Sequences that go on are copied into a smaller cache when they are fewer than this share."""
+"""Unfinished sequences move to a smaller cache when they are fewer than this share."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Completion:
     """One completion of a prompt.
 
     Attributes:
-        tokens: ids, with the end token if it came.
+        tokens: ids, with the end token if there is one.
         logprobs: nats, one a token, at the temperature of sampling; at temperature 0 those of
             temperature 1.
-        finished: whether the end token came.
+        finished: whether it ends with the end token.
     """
 
     tokens: list[int]
@@ -33,14 +33,14 @@ class Completion:
 
 
 class Sampler:
-    """A sampler of completions of token prompts.
+    """The sampler of completions of token prompts.
 
     Args:
         config: bounds of length and of batch size.
         llama: the model; each call samples from its current weights.
         end_token: id that ends a completion.
         generator: source of randomness, on the model's device.
-        processes: that share the work, a batch each in turn; all must call `sample` alike.
+        processes: that share the batches; all must call `sample` with the same arguments.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sampler:
         self.config = config
         self._source = llama
         self._processes = processes
-        # A sharded model samples from a whole copy: a step for a token would gather all weights.
+        # A sharded model is sampled from a whole copy: each token would gather all weights.
         self._llama = llama if processes.mesh is None else processes.new_sampler_copy(llama)
         self._end_token = end_token
         self._generator = generator
@@ -81,7 +81,7 @@ class Sampler:
             if number % processes.size != processes.rank:
                 continue
             if number > 0:
-                # A seed for each batch, so that it does not matter which process takes it.
+                # A seed per batch: the result does not depend on which process samples it.
                 self._generator.manual_seed(seed + number)
             batch = prompts[start : start + per_batch]
             mine.append(self._sample_batch(batch, num_each, temperature))
@@ -124,7 +124,7 @@ class Sampler:
                 kept = going_on.nonzero().squeeze(1)
                 running, chosen, cache = running[kept], chosen[kept], cache.select(kept)
             logits = self._llama.decode(chosen[:, None], cache)
-        # Through numpy, whose tolist takes a tenth of the time.
+        # numpy's tolist takes a tenth of the time of torch's.
         columns = [column.cpu().numpy().tolist() for column in (tokens, logprobs, lengths, done)]
         return [
             Completion(row[:length], row_logprobs[:length], finished)

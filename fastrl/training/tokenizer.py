@@ -11,7 +11,7 @@ from fastrl.config.environment import CharacterTokenizerConfig, FileTokenizerCon
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
         vocab_size: number of token ids, the end token included.
@@ -25,12 +25,12 @@ class Tokenizer(Protocol):
         """The ids of a text, without an end token.
 
         Raises:
-            UserError: the text has a character that no token stands for.
+            UserError: the text has a character without a token.
         """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids of a vocabulary that may be larger; end tokens are left out."""
+        """The text of ids, without end tokens; ids above the vocabulary are allowed."""
         ...
 
 
@@ -50,7 +50,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 class CharacterTokenizer:
     """One token a character; the end of a text is token 0.
 
-    Ids above the alphabet, which a model with a larger vocabulary can sample, read as U+FFFD.
+    Ids above the alphabet, which a model with a larger vocabulary can sample, decode to U+FFFD.
     """
 
     def __init__(self, config: CharacterTokenizerConfig) -> None:
@@ -74,7 +74,7 @@ class CharacterTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json as it is; it adds no special tokens to a text."""
+    """A tokenizer.json, without special tokens added to a text."""
 
     def __init__(self, config: FileTokenizerConfig) -> None:
         self._tokenizer = _read_tokenizer(config.path)
