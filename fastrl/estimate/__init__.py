@@ -1,1 +1,1 @@
-"""What a run needs on each rank: memory, and the bytes of every collective. Arithmetic only."""
+"""Memory of each rank of a run, and the bytes of every collective. Arithmetic only."""

@@ -9,7 +9,7 @@ from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.estimate.sizes import Shapes, Weights
 
-# Of the running statistics of a row, in fp32.
+# Bytes of the running statistics of a row, in fp32.
 _STATISTICS_BYTES = 16
 
 
@@ -20,11 +20,11 @@ class Collective:
     Attributes:
         axis: of the mesh.
         name: all_gather, reduce_scatter or all_reduce.
-        what: is sent.
+        what: name of the tensor.
         group_size: ranks that take part.
         num_bytes: of the whole tensor: the result of an all-gather, the input of the others.
         count: calls of it in a micro-batch, forward and backward.
-        per_update: once an update, after its micro-batches, instead.
+        per_update: whether it is called once an update, after its micro-batches, instead.
     """
 
     axis: str
@@ -62,7 +62,7 @@ def collectives(
 
 
 def _passes(model: LlamaConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """Forward passes of a layer that sends anything, and backward passes, in a micro-batch."""
+    """Forward passes of a layer, and backward passes, in a micro-batch."""
     pieces = parallel.micro_sequences
     forward = pieces * (2 if pieces > 1 else 1)
     recomputed = pieces if model.activation_checkpointing else 0
@@ -113,9 +113,9 @@ def _tensor_collectives(
 def _head_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes, is_single_pass: bool
 ) -> Iterator[Collective]:
-    """Of the head, once for all pieces, with a label and a gradient at every token.
+    """Collectives of the head, for all pieces, with a label and a gradient at every token.
 
-    Those of `single_pass` go chunk by chunk, with as many bytes in all.
+    Those of `single_pass` run per chunk, with the same bytes in total.
     """
     size, rows = parallel.tensor, shapes.local
     states = rows * model.hidden_size
@@ -141,7 +141,7 @@ def _head_collectives(
 def _sequence_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
 ) -> Iterator[Collective]:
-    """Keys and values; of piece i of n those of pieces 1 to i, (n + 1) / 2 pieces on average."""
+    """Keys and values: for piece i of n those of pieces 1 to i, (n + 1) / 2 pieces on average."""
     forward, backward = _passes(model, parallel)
     key_value = 2 * model.num_key_value_heads * model.head_dim // parallel.tensor
     pieces = parallel.micro_sequences

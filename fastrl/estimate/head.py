@@ -1,4 +1,4 @@
-"""Memory of the head: the strategy that its code takes, and what lives at the peak of it."""
+"""Memory of the head: its strategy, and the tensors alive at its peak."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastrl.functional.head.tiling import BLOCK_COLUMNS, even_chunk, recompute_t
 from fastrl.layers.head_plan import HeadRows, chunk_ends
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
-# Bound of `kernels.linear` for one launch that keeps statistics only.
+# Bound of `kernels.linear` for one launch with statistics only.
 _MAX_PARTIAL_BYTES = 48 * 2**20
-# Of a chunk's size in fp32, at most, while a keep-set is searched for among 64-bit keys.
+# Most tensors of a chunk's size in fp32 during the search of a keep-set among 64-bit keys.
 _TENSORS_OF_SEARCH = 18
-# Vectors of a row in fp32 or int64, of the losses, their metrics and the statistics: about.
+# Approximate bytes of a row in the vectors of losses, metrics and statistics (fp32, int64).
 _ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank that live at the same time as others."""
+    """Bytes on one rank, alive at the same time as others."""
 
     name: str
     num_bytes: int
@@ -37,15 +37,15 @@ class HeadShape:
     """One rank's head and the rows that enter it.
 
     Attributes:
-        tokens: T; all of them where ranks that share the vocabulary hold slices.
+        tokens: T; all tokens where ranks that share the vocabulary hold slices.
         slice: tokens of this rank's hidden states.
         labelled: rows with a label.
         active: rows that carry gradient.
         columns: rows of the weight on this rank.
         hidden_size: D.
         dtype: of hidden states and weight.
-        is_cut: documents are split over ranks or micro-sequences.
-        shares_vocabulary: other ranks have the rest of the weight's rows.
+        is_cut: whether documents are split over ranks or micro-sequences.
+        shares_vocabulary: whether other ranks hold the rest of the weight's rows.
     """
 
     tokens: int
@@ -74,7 +74,7 @@ class HeadShape:
         return self.narrow == 2 and self.hidden_size % 8 == 0
 
     def gathered(self) -> list[Memory]:
-        """All tokens' hidden states where this rank has a slice of them."""
+        """Gathered hidden states, where this rank has a slice of them."""
         if self.slice == self.tokens:
             return []
         return [Memory(_GATHERED, self.tokens * self.hidden_size * self.narrow)]
@@ -85,7 +85,7 @@ class HeadOp:
     """One differentiable operation of the head, over all its rows.
 
     Attributes:
-        what: the losses, the strategy and its chunks, in words.
+        what: text of the losses, the strategy and its chunks.
         is_single_pass: the strategy.
         forward: at the peak of the forward, results included.
         kept: from the forward to the backward.
@@ -111,7 +111,7 @@ _VECTORS = "head: statistics and losses of rows"
 
 
 def total(items: Sequence[Memory]) -> int:
-    """Bytes of all items."""
+    """Total bytes of the items."""
     return sum(item.num_bytes for item in items)
 
 
@@ -126,7 +126,7 @@ def head_ops(
     """The operations of a training forward, in their order (`LanguageModelHead.forward`).
 
     Raises:
-        ValueError: the strategy that is asked for is not possible.
+        ValueError: the chosen strategy is not possible.
     """
     ops: list[HeadOp] = []
     scales = sorted({loss.logits_scale for loss in losses.values()}, key=lambda s: (s != 1, s))
@@ -141,7 +141,7 @@ def head_ops(
 def _pass_ops(
     options: HeadOptions, losses: Mapping[str, LanguageModelLoss[Any]], shape: HeadShape
 ) -> list[HeadOp]:
-    """Of losses that see the same logits."""
+    """The operations of losses that share their logits."""
     itemsize = 2 if shape.is_fused and shape.dtype == torch.bfloat16 else shape.wide
     rows = HeadRows(shape.tokens, shape.active, None, shape.is_cut)
     ends = chunk_ends(options, losses, rows, shape.columns, shape.dtype, itemsize)
@@ -168,7 +168,7 @@ def _single_pass(names: str, ends: Sequence[int], itemsize: int, shape: HeadShap
     is_summed = num_chunks > 1
     grad_weight = Memory(_GRAD_WEIGHT, weight * shape.narrow)
     in_chunks = Memory(_SUM_WEIGHT, weight * shape.wide) if is_summed else grad_weight
-    # Products of a chunk wait for the next one where they are sent to other ranks.
+    # Products that are sent to other ranks live until the next chunk.
     num_products = 2 if is_summed and shape.shares_vocabulary else 1
     rows = most * shape.hidden_size * (shape.narrow + num_products * shape.wide)
     partial = 12 * -(-shape.columns // BLOCK_COLUMNS) * most if shape.is_fused else 0
@@ -192,7 +192,7 @@ def _single_pass(names: str, ends: Sequence[int], itemsize: int, shape: HeadShap
 
 
 def _sum_of_hidden(shape: HeadShape) -> Memory:
-    """What `HiddenGradient` holds."""
+    """The buffer of `HiddenGradient`."""
     is_sum = shape.slice != shape.tokens
     itemsize = shape.wide if is_sum else shape.narrow
     return Memory(_GRAD_HIDDEN, shape.tokens * shape.hidden_size * itemsize)

@@ -1,6 +1,6 @@
 """Memory at the moments of a training step that can be its peak, in bytes on one rank.
 
-Of the trainer's step on a Hopper GPU: packed sequences of one length, every token with a label and
+For the trainer's step on a Hopper GPU: packed sequences of one length, every token with a label and
 a gradient, documents that fit a chunk of the head's rows.
 """
 
@@ -16,7 +16,7 @@ from fastrl.estimate.head import HeadOp, HeadShape, Memory, head_ops, total
 from fastrl.estimate.sizes import Shapes, Weights
 from fastrl.parallel import vocab_shard
 
-# Of cuBLAS on Hopper, one each for the threads of forward and backward.
+# Workspaces of cuBLAS on Hopper, one each for the threads of forward and backward.
 WORKSPACE_BYTES = 2 * 32 * 2**20
 
 PARAMETERS, STATES = "parameters", "optimizer states (AdamW)"
@@ -29,16 +29,16 @@ BACKWARD, WORKSPACES = "gradients of a layer's activations", "workspaces of cuBL
 
 @dataclass(frozen=True)
 class Step:
-    """What a step's memory follows from.
+    """The inputs of the memory of a step.
 
     Attributes:
         model: the architecture, `vocab_size` included.
         parallel: sizes of the axes.
         shapes: of one rank.
         losses: of the phase.
-        accumulates: an update has several micro-batches, so that a micro-batch finds gradients of
-            all parameters.
-        has_reference: a frozen copy of the model is kept.
+        accumulates: whether an update has several micro-batches, and a micro-batch thus begins with
+            gradients of all parameters.
+        has_reference: whether a frozen copy of the model is kept.
     """
 
     model: LlamaConfig
@@ -50,7 +50,6 @@ class Step:
 
     @property
     def weights(self) -> Weights:
-        """Numbers of parameters."""
         return Weights.of(self.model, self.parallel.tensor)
 
     @property
@@ -84,7 +83,7 @@ class Step:
 
 
 def peak(step: Step) -> tuple[str, list[Memory]]:
-    """The moment with the most bytes, and what lives then.
+    """The moment with the most bytes, and what is alive then.
 
     Raises:
         ValueError: the losses' strategy is not possible.
@@ -96,7 +95,7 @@ def peak(step: Step) -> tuple[str, list[Memory]]:
 
 
 def _resident(step: Step) -> list[Memory]:
-    """What lives all through a step."""
+    """Memory that is alive throughout a step."""
     weights, shapes = step.weights, step.shapes
     own = -(-weights.total // shapes.shards) * shapes.stored
     return [
@@ -108,7 +107,7 @@ def _resident(step: Step) -> list[Memory]:
 
 
 def moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
-    """Moments that can be the peak, and what lives then beside parameters and optimizer states."""
+    """Moments that can be the peak, and what is alive then beside the resident memory."""
     ops = head_ops(step.model.head, step.losses, step.head_shape)
     yield from _head_moments(step, ops)
     yield from _layer_moments(step)
@@ -133,7 +132,7 @@ def _head_moments(step: Step, ops: Sequence[HeadOp]) -> Iterator[tuple[str, list
     for op in ops:
         yield "forward of the head", [*before, *kept, *op.forward]
         kept += op.kept
-    # The gradients of an operation wait for those of the others.
+    # The gradients of an operation live until those of the others are there.
     done: list[Memory] = []
     while ops:
         *ops, op = ops
@@ -156,19 +155,19 @@ def _head_gradients(step: Step) -> list[Memory]:
 
 
 def _gradients(step: Step, num_layers: int) -> Memory:
-    """Gradients of parameters in the backward, that of `num_layers` layers being done."""
+    """Gradients of parameters after the backward of `num_layers` layers."""
     shapes, weights, parallel = step.shapes, step.weights, step.parallel
-    # Of pieces the first to go back leaves gradients to the others, most of which see fewer keys.
+    # The first piece in the backward leaves gradients to the others, most with fewer keys.
     is_whole = step.accumulates or parallel.micro_sequences > 1
     number = weights.total if is_whole else num_layers * weights.layer
     if parallel.micro_sequences > 1 and parallel.fully_sharded and weights.is_tied:
-        # The final norm's is a view into all that FSDP2 reduced with it.
+        # The final norm's gradient is a view into all that FSDP2 reduced with it.
         number += weights.embedding
     return Memory(GRADIENTS, -(-number // shapes.shards) * shapes.stored)
 
 
 def _activations(step: Step, num_layers: int) -> list[Memory]:
-    """What `num_layers` layers keep for their backward."""
+    """Tensors that `num_layers` layers save for their backward."""
     model, shapes = step.model, step.shapes
     if model.activation_checkpointing:
         stream = num_layers * shapes.stream * model.hidden_size * shapes.compute
@@ -178,7 +177,7 @@ def _activations(step: Step, num_layers: int) -> list[Memory]:
 
 
 def layer_activation_bytes(model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes) -> int:
-    """What one layer keeps for its backward, in one piece.
+    """Bytes that one layer saves for its backward, in one piece.
 
     Inputs of both norms (stream); their outputs, gathered (all rows); queries and attention output;
     gate, up, silu(gate) and their product; keys and values of all tokens that the piece may see.
@@ -223,19 +222,19 @@ def _layer_moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
 
 
 def _waiting(step: Step) -> list[Memory]:
-    """What lives from the head's backward through that of the layers."""
+    """Memory that is alive from the head's backward to the end of the layers'."""
     if step.parallel.micro_sequences > 1:
         # Hidden states of the pieces, joined, and their gradient.
         hidden = step.head_shape.slice * step.model.hidden_size * step.shapes.compute
         return [_key_values(step, with_gradients=True), Memory(HIDDEN, 3 * hidden)]
     if step.parallel.fully_sharded or step.weights.is_tied or not step.accumulates:
-        # It waits for the embedding's, or is the parameter's gradient from now on.
+        # It is kept for the sum with the embedding's, or becomes the parameter's gradient.
         return [_head_gradients(step)[1]]
     return []
 
 
 def _key_values(step: Step, *, with_gradients: bool) -> Memory:
-    """Of all pieces and layers; in the backward also of the piece that runs again."""
+    """Keys and values of all pieces and layers, in the backward also of the recomputed piece."""
     model, shapes = step.model, step.shapes
     key_value = 2 * model.num_key_value_heads * model.head_dim // step.parallel.tensor
     tokens = 2 * shapes.local + shapes.piece if with_gradients else shapes.local
@@ -246,7 +245,7 @@ def _reduction(step: Step, number: int) -> list[Memory]:
     """The gradients of `number` parameters while FSDP2 reduces them."""
     shapes = step.shapes
     sent = number * step.reduced
-    # One rank alone divides the sums out of place.
+    # A single rank divides the sums out of place.
     received = 2 * sent if shapes.shards == 1 else sent // shapes.shards
     return [Memory(PENDING, sent + max(number * shapes.compute, received))]
 

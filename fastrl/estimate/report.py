@@ -1,4 +1,4 @@
-"""What `fastrl estimate` prints."""
+"""The text of `fastrl estimate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def estimate_run(config: RunConfig, tokens: int | None = None) -> str:
     """Memory and collectives of one rank, phase by phase, as a text.
 
     Args:
-        config: of the run; a model that it describes has its `vocab_size`.
+        config: of the run, with the `vocab_size` of a model that it describes.
         tokens: of a packed sequence. Default: each phase's `max_tokens_per_micro_batch`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The sizes that memory and communication follow from: one rank's tokens, elements, parameters."""
+"""Sizes that determine memory and communication: tokens, elements and parameters of a rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Shapes:
@@ -18,12 +16,12 @@ class Shapes:
 
     Attributes:
         tokens: of the packed sequence, over all its sequence-data ranks.
-        local: of them on this rank, all pieces.
-        piece: of them on this rank in one piece.
+        local: tokens on this rank, all pieces.
+        piece: tokens on this rank in one piece.
         stream: rows of the residual stream on this rank in one piece.
         dtype: of activations and gathered weights.
         stored: bytes of an element of parameters, gradient sums and optimizer states.
-        shards: ranks that parameters are sharded over by FSDP2, 1 without.
+        shards: ranks over which FSDP2 shards parameters, 1 without it.
     """
 
     tokens: int
@@ -49,8 +47,8 @@ class Shapes:
             local=local,
             piece=piece,
             stream=piece // (parallel.tensor if parallel.sequence_parallel else 1),
-            dtype=_DTYPES[parallel.compute_dtype or dtype],
-            stored=_DTYPES[dtype].itemsize,
+            dtype=getattr(torch, parallel.compute_dtype or dtype),
+            stored=getattr(torch, dtype).itemsize,
             shards=parallel.data * parallel.sequence_data if parallel.fully_sharded else 1,
         )
 
@@ -100,5 +98,4 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.layer * self.num_layers + self.root
