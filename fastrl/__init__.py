@@ -57,7 +57,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Returns the public object `name`, importing its module."""
+    """The public object `name`, from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fastrl' has no attribute '{name}'")
     value: object = getattr(import_module(_MODULES[name]), name)
@@ -66,5 +66,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names."""
     return sorted([*globals(), *__all__])

@@ -1,8 +1,8 @@
-"""The `fastrl` command: its arguments and its exit codes. What a command does is in the package.
+"""The `fastrl` command: its arguments and exit codes.
 
-A command imports what it needs when it runs, so that `--help` answers at once and needs neither
-torch nor Triton. A mistake of the user (`UserError`), or a file or disk that the system refuses
-(`OSError`), gives a message without a traceback and exit code 2.
+A command imports what it needs when it runs, so that `--help` is fast and needs neither torch nor
+Triton. A mistake of the user (`UserError`) or an error of the system (`OSError`) gives a message
+without a traceback and exit code 2.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from fastrl.config.base import UserError
 from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as in shells."""
 
 BROKEN_PIPE = 141
-"""Exit code of a command whose reader went away, as in `fastrl config schema | head`."""
+"""Exit code of a command whose output pipe was closed, as in `fastrl config schema | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 an error, 130 Ctrl-C, 141 broken pipe.
+    """Runs one command; the exit code is 0, 2 (error), 130 (Ctrl-C) or 141 (broken pipe).
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        # argparse gives positional arguments up at the first option; overrides may also follow it.
+        # argparse stops taking positional arguments at the first option; overrides may follow it.
         takes_overrides = hasattr(arguments, "overrides")
         surplus = [text for text in rest if text.startswith("-") or not takes_overrides]
         if surplus:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # So that the interpreter does not stumble over it again when it flushes at its end.
+        # So that the interpreter's flush at exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (UserError, OSError) as error:
@@ -64,7 +64,7 @@ def _message(error: UserError | OSError) -> str:
 def _train(arguments: argparse.Namespace) -> int:
     from fastrl.config import RunConfig, load_config
 
-    # Before torch is imported, so that a mistake in the config is told at once.
+    # Before torch is imported, so that a mistake in the config is reported at once.
     config = load_config(RunConfig, arguments.config, arguments.overrides)
 
     from fastrl.training.run import train
