@@ -1,4 +1,4 @@
-"""What a model and its head get: one rank's (micro-)sequence in label alignment; no packing."""
+"""The input of a model and its head: one rank's (micro-)sequence in label alignment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _float(source: str | None = None) -> Mapping[str, str | None]:
     return {"dtype": "floating-point", "source": source}
 
 
-# Not to be changed, but not frozen: torch.compile of torch 2.11 guards on all that is in a frozen
+# Immutable by convention, not frozen: torch.compile of torch 2.11 guards on every field of a frozen
 # dataclass, and the number of documents would cost a recompile for every batch.
 @dataclass(eq=False, kw_only=True)
 class RowSet:
@@ -29,9 +29,9 @@ class RowSet:
     Attributes:
         index: [R] int64, increasing.
         document_ends: cumulative number of rows at the end of each document of this shard that has
-            a row; the last is R, and it is empty for no rows.
-        host_index: `index` on the CPU, wherever `index` is moved to. Default: copied from `index`,
-            which waits for the device if it lies there.
+            a row; the last is R. Empty without rows.
+        host_index: `index` on the CPU. Default: a copy of `index`, which synchronises if it is on
+            a device.
     """
 
     index: Tensor  # [R]
@@ -39,7 +39,6 @@ class RowSet:
     host_index: Tensor = None  # type: ignore[assignment] # [R], set below
 
     def __post_init__(self) -> None:
-        """Keeps the rows on the host as well."""
         if self.host_index is None:
             self.host_index = self.index.cpu()
 
@@ -105,17 +104,17 @@ class BatchKwargs:
             this data rank; 0 at padding.
         num_groups: groups of the whole packed sequence: the size of per-group buffers.
         num_groups_in_batch: groups with a label of the optimizer step.
-        kept_tokens: [T, K] int64, the entries that the sampler drew the label from, filled up with
+        kept_tokens: [T, K] int64, the entries that the sampler drew the label from, padded with
             -1; for `KeepSetConfig.recorded`.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
             anywhere, also in another shard; None without advantages.
         whole_documents: no document with a label is cut by this split of the packed sequence: the
-            same on all its sequence-data ranks and micro-sequences, so that a choice of collectives
-            may depend on it.
-        cut_by_pieces: a document with a label goes on in another micro-sequence of the split, which
-            this batch is one of: there are no sums over documents then. The same on all ranks.
+            same on all its sequence-data ranks and micro-sequences, so that the choice of
+            collectives may depend on it.
+        cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
+            that sums over documents are not possible. The same on all ranks.
 
     Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
     """
@@ -168,7 +167,7 @@ class BatchKwargs:
 
     @property
     def rows_with_labels(self) -> RowSet:
-        """Rows with a label; found on the device, which waits for it, in hand-made batches."""
+        """Rows with a label; for batches made by hand found from `labels`, which synchronises."""
         if self.labelled_rows is not None:
             return self.labelled_rows
         rows = RowSet.from_mask((self.labels != -100).cpu(), self.document_index.cpu())
@@ -186,7 +185,7 @@ class BatchKwargs:
     def pin_memory(self) -> BatchKwargs:
         """The same batch in page-locked memory, for `to(device, non_blocking=True)`.
 
-        Tensors that are on a GPU already stay there: counts that were summed over data ranks.
+        Tensors on a GPU stay there: counts that were summed over data ranks.
         """
         return self._map(lambda value: value if value.is_cuda else value.pin_memory())
 
@@ -200,7 +199,7 @@ class BatchKwargs:
     ) -> BatchKwargs:
         """The batch of the rows `index`: [T] vectors gathered, counts kept, row sets dropped.
 
-        `whole_documents` goes on to describe the shard, not the selection.
+        `whole_documents` still describes the shard, not the selection.
         """
         vectors = {name: getattr(self, name) for name in _DTYPES}
         gathered: dict[str, Any] = {
@@ -216,7 +215,7 @@ class BatchKwargs:
 
     @property
     def row_sets(self) -> dict[str, RowSet]:
-        """The row sets that there are, by the name of their field."""
+        """The row sets that are not None, by the name of their field."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: value for name, value in values if isinstance(value, RowSet)}
 
@@ -226,7 +225,7 @@ class BatchKwargs:
         return self.select(slice(start, stop)).replace(**sets)
 
     def _map(self, function: Any) -> BatchKwargs:
-        """The batch with `function` applied to every tensor, also those of row sets."""
+        """The batch with `function` applied to every tensor, including row sets."""
         changes: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)

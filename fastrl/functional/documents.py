@@ -17,21 +17,19 @@ def document_sums(
     num_documents: int,
     groups: Sequence[ProcessGroup | None] = (),
 ) -> Tensor:  # [num_documents + 1] or [num_documents + 1, K]
-    """sum of `values` over the tokens of each document: an index-add, then one all-reduce.
+    """Sums of `values` over the tokens of each document: an index-add, then one all-reduce.
+
+    Differentiable on every rank; in float64 where the device has it. The last entry is padding's,
+    so that `sums[document_index]` gives each token its document's sum.
 
     Args:
         values: per token; exactly 0 where a token must not count.
         document_index: int64, global index of the token's document; -1 is padding.
         num_documents: documents in the whole packed sequence, the same on every rank.
-        groups: the groups that share documents (sequence-data, and sequence where tokens are
-            split over it).
-
-    Returns:
-        The sums over the tokens of all ranks of `groups`, differentiable on each of them, in
-        float64 where the device has it. The last entry is padding's, so that
-        `sums[document_index]` gives each token its document's sum.
+        groups: the groups over which documents are split (sequence-data; sequence, if it splits
+            tokens).
     """
-    # In float64 the order in which a GPU adds does not show in the fp32 result.
+    # In float64 the order of a GPU's atomic additions does not affect the fp32 result.
     dtype = values.dtype if values.device.type == "mps" else torch.float64
     sums = torch.zeros(num_documents + 1, *values.shape[1:], dtype=dtype, device=values.device)
     slots = torch.where(document_index < 0, num_documents, document_index)

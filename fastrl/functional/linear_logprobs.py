@@ -1,6 +1,6 @@
 """The public op: statistics of labels under softmax(h W^T), differentiable, without logits.
 
-It takes the strategy `recompute`; the parts of the op are in `fastrl.functional.head`.
+It uses the `recompute` strategy; the parts of the op are in `fastrl.functional.head`.
 """
 
 from __future__ import annotations
@@ -46,33 +46,32 @@ def linear_logprobs(
     Args:
         hidden_states: bf16, fp16, fp32 or float64, after the final norm. Any strides.
         weight: same dtype and device, `nn.Linear` layout. Under `groups.tp` this rank's rows of
-            it, by `vocab_shard`.
-        labels: int64, already shifted inside their document; -100 is none. Not sharded by `tp`.
+            it (`vocab_shard`).
+        labels: int64, already shifted inside their document; -100 = none. Not sharded over `tp`.
         bias: added to h W^T before the scale.
         temperature: positive; a tensor gives each token its own.
         softcap: bound of the logits (Gemma's tanh cap), None for none.
         logit_scale: factor on h W^T + b (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
-        vocab_size: rows of the (whole) weight from here on are padding: not part of the softmax.
+        vocab_size: rows of the whole weight from this one on are padding, not in the softmax.
         entropy: whether the entropy is computed.
         groups: `tp` shards the vocabulary, `sp` the tokens. With both, `hidden_states` is this
             rank's slice of the tokens, everything else is whole, and the gradient of
             `hidden_states` is the slice's. With `sp` alone, everything is this rank's slice and
             the gradients of `weight` and `bias` are summed over `sp`.
         weight_rows: rows of the whole weight under `groups.tp`; default: V_local times its size.
-        rows: indices of the labelled tokens, if the caller knows them: without, they are found
-            from `labels`, which waits for the device.
-        gradient_rows: the subset of `rows` that can have a non-zero gradient, if known.
-        drop_inactive_rows: whether the backward looks for rows without a gradient (clipped,
-            filtered) and leaves them out, which waits for the device.
-        chunk_size: most rows of logits that may exist at a time.
-        max_logits_bytes: most bytes of logits that may exist at a time.
+        rows: indices of the labelled tokens; default: found from `labels`, which synchronises.
+        gradient_rows: the subset of `rows` that can have a non-zero gradient; default: all.
+        drop_inactive_rows: whether the backward skips rows without a gradient (clipped, filtered);
+            finding them synchronises.
+        chunk_size: maximum number of rows of logits in memory at a time.
+        max_logits_bytes: maximum number of bytes of logits in memory at a time.
 
     Returns:
         Statistics [T] in fp32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: a shape, dtype, device or bound does not fit; a label is outside of
-            [0, vocab_size) (on CUDA a device-side assertion, which needs no synchronisation).
+        ValueError: a shape, dtype, device or bound does not fit; a label is outside
+            [0, vocab_size) (on CUDA a device-side assertion, without synchronisation).
         TypeError: `weight` is a DTensor.
     """
     call = check_inputs(

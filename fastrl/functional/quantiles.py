@@ -1,7 +1,7 @@
-"""Thresholds on counts or masses by a radix search, also where the values are spread over ranks.
+"""Exact thresholds on counts or masses by a radix search, also of values sharded over ranks.
 
-No rank ever holds another rank's values: four rounds (eight in float64) each sum a histogram of
-256 numbers per row over the ranks. The result is exact.
+No rank receives another rank's values: four rounds (eight in float64) each all-reduce a histogram
+of 256 bins per row.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ def upper_threshold(
     target: Callable[[Tensor], Tensor],
     groups: Sequence[ProcessGroup | None] = (),
 ) -> Tensor:  # [R]
-    """Key of the largest value of each row whose upper set is heavy enough.
+    """Key of the largest value v of each row whose values >= v weigh at least the target.
 
-    The upper set of v are the row's values >= v; it is heavy enough when its weight is at least
-    the target. Where no upper set is, the smallest value's key (or less) is returned.
+    Where the whole row weighs less, the key of the smallest value, or less.
 
     Args:
         values: fp32 or float64, no NaN; this rank's part of the row.
-        weights: not negative, any dtype; 0 leaves a value out.
-        target: of the rows' total weights [R] -> [R].
-        groups: between whose ranks the rows are spread; every rank must call.
+        weights: non-negative, any dtype; 0 excludes a value.
+        target: function of the rows' total weights, [R] -> [R].
+        groups: process groups over which the rows are sharded; every rank must call.
     """
     keys = ordered_keys(values)
     width = 64 if values.dtype == torch.float64 else 32
@@ -59,7 +58,7 @@ def upper_threshold(
         histogram = weights.new_zeros(values.shape[0], _NUM_DIGITS)
         histogram.scatter_add_(1, digits, weights)
         sum_over_ranks_(histogram, groups)
-        upper = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and those above it
+        upper = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and all above
         if wanted is None:
             wanted = target(upper[:, 0])
         heavy = above[:, None] + upper >= wanted[:, None]
@@ -78,18 +77,18 @@ def top_fraction(
 ) -> Tensor:  # [T]
     """Whether a value is at least the (1 - fraction) quantile of all ranks' masked values.
 
-    The quantile interpolates linearly between neighbours (as `torch.quantile`), so the mask is that
-    of values at or above the order statistic of index ceil((1 - fraction) (n - 1)), n their number.
+    The quantile interpolates linearly between neighbours (as `torch.quantile`), so these are the
+    values at or above the order statistic of index ceil((1 - fraction) (n - 1)), n their number.
 
     Args:
         values: fp32 or float64 on this rank; no NaN where `mask`.
-        mask: which of them take part.
+        mask: which values are included.
         fraction: between 0 and 1.
-        groups: between whose ranks the values are spread; every rank must call.
+        groups: as in `upper_threshold`.
     """
 
     def count(total: Tensor) -> Tensor:
-        # A position that is an integer but for rounding, as 0.3 * 30, is that integer.
+        # A position that is an integer up to rounding, such as 0.3 * 30, is that integer.
         position = (1 - fraction) * (total - 1).double() - 1e-9 * total
         return total - position.ceil().long()
 

@@ -1,4 +1,4 @@
-"""What the head says of each token."""
+"""Per-token statistics of the head."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch import Tensor
 class TokenStatistics:
     """Per-token statistics of z = cap(logit_scale (h W^T + b)) / temperature, in nats.
 
+    All but `is_argmax` are fp32 (float64 for float64 inputs); None where not requested.
+
     Attributes:
         logprobs: [T], z[label] - logsumexp(z); 0 at slots without label.
-        entropy: [T], -sum p log p of p = softmax(z), or None when it was not asked for.
+        entropy: [T], -sum p log p of p = softmax(z).
         logsumexp: [T], log sum exp z.
-        mean_logit: [T], (1 / V) sum z, or None when it was not asked for.
-        sum_squares: [T], sum p^2, or None when it was not asked for.
-        is_argmax: [T] bool, whether no logit is above the label's, or None when it was not asked
-            for. It has no gradient.
-        divergence: [T], from a teacher's distribution (`teacher_divergence`), or None.
-
-    All but `is_argmax` are fp32 (float64 for float64 inputs).
+        mean_logit: [T], (1 / V) sum z.
+        sum_squares: [T], sum p^2.
+        is_argmax: [T] bool, whether no logit is above the label's; without gradient.
+        divergence: [T], from a teacher's distribution (`teacher_divergence`).
     """
 
     logprobs: Tensor  # [T]
@@ -41,6 +40,6 @@ class TokenStatistics:
         )
 
     def vectors(self) -> list[Tensor]:
-        """The vectors that are there, in the order of the fields."""
+        """The vectors that are not None, in the order of the fields."""
         values = (getattr(self, field.name) for field in fields(self))
         return [value for value in values if value is not None]

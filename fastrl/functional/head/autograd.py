@@ -1,4 +1,4 @@
-"""What the head's autograd functions share: their device, their precision, and no second order."""
+"""Decorators of the head's autograd functions: device, precision, and no second order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ResultT = TypeVar("ResultT")
 def exactly(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
     """A forward or backward on the device of its first tensor, and without autocast.
 
-    Triton launches on the current device, whatever that of the arguments is. Autocast would round
-    the operands of fp32 products to 16 bits, and with them the logits.
+    Triton launches on the current device, not on that of the arguments. Autocast would round the
+    operands of fp32 products, and so the logits, to 16 bits.
     """
 
     @wraps(function)
@@ -29,9 +29,9 @@ def exactly(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
 
 def first_order(backward: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """A backward whose result is not differentiable, refused where it would have to be.
+    """A backward that raises if it is itself differentiated.
 
-    `once_differentiable` leaves it out in silence when the upstream gradient needs none itself.
+    `once_differentiable` stays silent when the upstream gradient does not require grad.
     """
 
     @wraps(backward)

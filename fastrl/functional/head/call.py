@@ -14,14 +14,7 @@ from fastrl.parallel import ParallelGroups
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a call of the head is computed.
-
-    Attributes:
-        entropy: whether the entropy is computed.
-        chunk_size: most rows of logits that may exist at a time.
-        max_logits_bytes: most bytes of logits that may exist at a time.
-        drop_inactive_rows: whether the backward looks for rows without a gradient.
-    """
+    """How a call of the head is computed: the options of `linear_logprobs` of these names."""
 
     entropy: bool
     chunk_size: int | None
@@ -30,25 +23,24 @@ class CallOptions:
 
     @property
     def bounds(self) -> tuple[int | None, int]:
-        """`chunk_size` and `max_logits_bytes`."""
         return self.chunk_size, self.max_logits_bytes
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """What one call of the head works on, checked (`check_inputs`).
+    """The checked arguments of one call of the head (`check_inputs`).
 
     Attributes:
         hidden_states: [T, D], [T / sp, D] under sequence and vocabulary parallelism.
         weight: [V, D], [V_local, D] under vocabulary parallelism.
         bias: [V] or [V_local].
-        labels: [T] int64, -100 is none.
+        labels: [T] int64, -100 = none.
         rows: [R] int64, the labelled tokens.
-        transform: from products to logits, of [T].
+        transform: from products to logits of all T tokens.
         vocab_size: V without padding.
         first_column: vocabulary index of this rank's first weight row.
         groups: `tp` shards the vocabulary, `sp` the tokens.
-        options: what is computed, and its bounds.
+        options: what is computed, within which bounds.
     """
 
     hidden_states: Tensor
@@ -69,12 +61,11 @@ class HeadCall:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.labels.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits, statistics and sums."""
+        """dtype of logits, statistics and sums."""
         return compute_dtype(self.weight.dtype)
 
     def on(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCall:
@@ -82,7 +73,7 @@ class HeadCall:
         return replace(self, hidden_states=hidden_states, weight=weight, bias=bias)
 
     def without_tensors(self) -> HeadCall:
-        """The call for a graph to keep, which saves the differentiable tensors itself."""
+        """The call without its differentiable tensors, which autograd saves itself."""
         return self.on(_NOTHING, _NOTHING, None)
 
     def tile(self, first: int = 0, last: int | None = None) -> VocabularyTile:
@@ -90,7 +81,7 @@ class HeadCall:
         last = self.weight.shape[0] if last is None else last
         column = self.first_column + first
         valid = min(max(self.vocab_size - column, 0), last - first)
-        # Kernels take the columns' biases one after the other.
+        # Kernels read a contiguous bias.
         bias = None if self.bias is None else self.bias.detach()[first:last].contiguous()
         return VocabularyTile(column, valid, bias)
 

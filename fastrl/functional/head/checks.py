@@ -1,4 +1,4 @@
-"""The checks of one call of the head: every error before any collective."""
+"""The checks of one call of the head: every error is raised before any collective."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ def check_inputs(
     rows: Tensor | None,
     options: CallOptions,
 ) -> HeadCall:
-    """The call of these arguments (those of `linear_logprobs`).
-
-    Raises:
-        ValueError: (or TypeError) naming the argument that does not fit.
-    """
+    """The checked call of the arguments of `linear_logprobs`, with its errors."""
     groups = groups or ParallelGroups()
     _check_tensors(hidden_states, weight, bias)
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
@@ -101,11 +97,16 @@ def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -
             f" got {bias.dtype} {list(bias.shape)}."
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden_states.device:
-            raise ValueError(
-                f"`{name}` must be on the device of `hidden_states`, {hidden_states.device}, got"
-                f" {tensor.device}."
-            )
+        if tensor is not None:
+            _check_device(name, tensor, "hidden_states", hidden_states)
+
+
+def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise ValueError(
+            f"`{name}` must be on the device of `{other_name}`, {other.device}, got"
+            f" {tensor.device}."
+        )
 
 
 def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_size: int) -> None:
@@ -114,11 +115,7 @@ def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_
             f"`labels` must be int64 of shape [{num_tokens}] (one a hidden state), got"
             f" {labels.dtype} {list(labels.shape)}; labels are shifted before packing."
         )
-    if labels.device != hidden_states.device:
-        raise ValueError(
-            f"`labels` must be on the device of `hidden_states`, {hidden_states.device}, got"
-            f" {labels.device}."
-        )
+    _check_device("labels", labels, "hidden_states", hidden_states)
     valid = ((labels >= 0) & (labels < vocab_size)) | (labels == -100)
     message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
     if labels.is_cuda:
@@ -136,11 +133,7 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
                 f"`temperature` must be a number or a float tensor of shape {list(labels.shape)},"
                 f" got {temperature.dtype} {list(temperature.shape)}."
             )
-        if temperature.device != labels.device:
-            raise ValueError(
-                f"`temperature` must be on the device of `labels`, {labels.device}, got"
-                f" {temperature.device}."
-            )
+        _check_device("temperature", temperature, "labels", labels)
         if temperature.requires_grad:
             raise ValueError(
                 "`temperature` must not require a gradient, of which there is none; detach it."

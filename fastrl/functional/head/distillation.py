@@ -18,20 +18,19 @@ from fastrl.kernels.arguments import LogitTransform
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
-# Log-probabilities below are as good as -inf, and 0 times them is 0.
+# Stands for -inf: the exponential of it is 0 as well, and 0 times it is not NaN.
 _LOWEST = -1e4
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the teacher's logits are made of.
+    """The teacher's hidden states and head.
 
     Attributes:
         hidden_states: [T, D'] of the same tokens, sharded like the student's.
         weight: [V, D'], or [V_local, D'] under vocabulary parallelism, rows as the student's.
         bias: [V] or [V_local].
-        softcap: of the teacher's head.
-        logit_scale: of the teacher's head.
+        softcap: as in `linear_logprobs`, like `logit_scale`.
     """
 
     hidden_states: Tensor
@@ -58,8 +57,8 @@ def teacher_divergence(
 
     Args:
         call: of the student, from `check_inputs`.
-        teacher: gets no gradient.
-        divergence: which.
+        teacher: receives no gradient.
+        divergence: one of the three.
         beta: only for `jensen_shannon`.
 
     Raises:

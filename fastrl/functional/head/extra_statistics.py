@@ -1,4 +1,4 @@
-"""Rarer statistics of tokens under the head, each computed only when it is asked for."""
+"""Rarer per-token statistics of the head, each computed only on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def extra_statistics(
         sum_squares = sum_v p_v^2                dz = 2 p (p - sum_squares)
         is_argmax = z[label] >= max_v z_v        bool, no gradient
 
-    In a pass of its own over the logits, a chunk of rows at a time (`full_rows`).
+    Computed in a separate pass over the logits (`full_rows`).
 
     Raises:
         ValueError: a name is not known.

@@ -1,8 +1,8 @@
-"""Any function of whole rows of logits, differentiable, a chunk of rows at a time.
+"""Any differentiable function of whole rows of logits, a chunk of rows at a time.
 
-For what the streaming statistics do not hold: divergences from a teacher, rarer statistics, the
-sampler's keep-set. The function is written once, in PyTorch; the backward computes a chunk's logits
-again and lets autograd take the function's gradient (8 T D V in all).
+For what streaming statistics do not cover: divergences from a teacher, rarer statistics, the
+sampler's keep-set. The function is written once, in PyTorch; the backward recomputes a chunk's
+logits and differentiates the function by autograd (8 T D V in all).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.matmul import add_matmul_, matmul
+from fastrl.functional.head.running import finite_or_zero
 from fastrl.functional.head.sharding import (
     HiddenGradient,
     finish_weight_gradient,
@@ -27,7 +28,7 @@ from fastrl.functional.head.sharding import (
     vocabulary_max,
     vocabulary_sum,
 )
-from fastrl.functional.head.tiling import even_chunk, spans
+from fastrl.functional.head.tiling import even_chunk, single_pass_rows, spans
 from fastrl.functional.head.torch_rows import label_columns, transformed
 from fastrl.kernels.arguments import VocabularyTile
 from fastrl.parallel import group_size
@@ -35,14 +36,14 @@ from fastrl.parallel import group_size
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Whole rows of logits z, of which this rank has some columns.
+    """Whole rows of logits z, of which this rank holds some columns.
 
-    Its reductions are over the whole vocabulary: under `tp` the ranks repeat one computation on
-    values [R] that they have alike, each with its own columns.
+    Reductions are over the whole vocabulary: under `tp` every rank repeats the same computation on
+    replicated values [R], each with its own columns.
     """
 
     z: Tensor  # [R, S] of the columns that belong to the vocabulary
-    tokens: Tensor  # [R] which of the call's tokens
+    tokens: Tensor  # [R] indices of the call's tokens
     labels: Tensor  # [R]
     tile: VocabularyTile  # of this rank's columns
     group: ProcessGroup | None
@@ -62,15 +63,15 @@ class LogitRows:
         """log sum exp; z may hold -inf."""
         z = self.z if z is None else z
         maximum = self.maximum(z)
-        shift = torch.where(maximum == -torch.inf, 0, maximum)
+        shift = finite_or_zero(maximum)
         return shift + self.sum((z - shift[:, None]).exp()).log()
 
     def to_columns(self, values: Tensor) -> Tensor:  # [R] -> [R, 1]
-        """`values` to be combined with the columns, whose gradient is the sum of all ranks'."""
+        """`values` as a column to combine with `z`; its gradient is summed over the ranks."""
         return to_columns(values, self.group)[:, None]
 
     def label_logits(self) -> Tensor:  # [R]
-        """z of the labels, whichever rank has their column."""
+        """z of the labels, whichever rank holds their column."""
         if self.z.shape[1] == 0:
             return self.sum(self.z)
         column, inside = label_columns(self.labels, self.tile)
@@ -78,7 +79,7 @@ class LogitRows:
         return vocabulary_sum(torch.where(inside, picked, 0), self.group)
 
     def label_mask(self) -> Tensor:  # [R, S]
-        """True at each label's column, if this rank has it."""
+        """True at each label's column, if this rank holds it."""
         mask = torch.zeros_like(self.z, dtype=torch.bool)
         if self.z.shape[1] == 0:
             return mask
@@ -86,10 +87,10 @@ class LogitRows:
         return mask.scatter_(1, column[:, None], inside[:, None])
 
 
-# function(rows) -> [K, R], differentiable in `rows.z`; nothing of the logits may outlive it.
+# function(rows) -> [K, R], differentiable in `rows.z`; it must not keep the logits alive.
 RowFunction = Callable[[LogitRows], Tensor]
 
-# Logit-sized tensors that may exist at a time for one chunk, its gradient and autograd's memory.
+# Logit-sized tensors in memory for one chunk, its gradient and what autograd saves.
 TENSORS_PER_CHUNK = 16
 
 
@@ -100,13 +101,9 @@ def full_rows(
     *,
     gradient_rows: Tensor | None = None,  # [G]
 ) -> Tensor:  # [K, T]
-    """`function` of the logits of the rows of `call`; 0 and without gradient elsewhere.
+    """`function`, of K outputs, of the logits of `call.rows`; 0 and without gradient elsewhere.
 
-    Args:
-        call: from `check_inputs`.
-        function: of some of the rows.
-        num_outputs: K.
-        gradient_rows: the subset of rows that can have a non-zero gradient, if known.
+    `gradient_rows` is the subset that can have a non-zero gradient; default: all.
     """
     outputs: Tensor = _FullRows.apply(
         *call.tensors, call.without_tensors(), function, num_outputs, gradient_rows
@@ -181,11 +178,9 @@ def _logit_rows(products: Tensor, call: HeadCall, rows: Tensor) -> LogitRows:
 
 
 def _chunks(call: HeadCall, rows: Tensor) -> list[slice]:
-    """Even chunks of rows; of as many rows on every rank that shares the vocabulary."""
+    """Even chunks of rows, the same on every rank of `tp`."""
     columns = -(-call.vocab_size // group_size(call.groups.tp))
     itemsize = call.dtype.itemsize * TENSORS_PER_CHUNK
-    most = max(call.options.max_logits_bytes // (itemsize * columns), 1)
-    if call.options.chunk_size is not None:
-        most = min(most, call.options.chunk_size)
+    most = single_pass_rows(columns, itemsize, *call.options.bounds)
     total = rows.shape[0]
     return [slice(start, stop) for start, stop in spans(total, even_chunk(total, most))]

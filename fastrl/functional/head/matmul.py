@@ -53,5 +53,5 @@ def add_matmul_(
 
 
 def _has_wide_results(a: Tensor, b: Tensor) -> bool:
-    """Whether a matrix product of these operands can give its fp32 sums as they are."""
+    """Whether `torch.mm` of these operands can return its fp32 sums unrounded."""
     return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)

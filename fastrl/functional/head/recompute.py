@@ -1,6 +1,6 @@
-"""The `recompute` strategy: statistics in the forward, logits a second time in the backward.
+"""The `recompute` strategy: statistics in the forward, logits recomputed in the backward (8 T D V).
 
-The forward keeps nothing of vocabulary size, and any loss of the statistics will do (8 T D V).
+The forward saves nothing of vocabulary size, and the loss may be any function of the statistics.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def forward_statistics(
 
 
 class _RecomputeLogprobs(torch.autograd.Function):
-    """Statistics of all labelled rows; the backward computes logits again."""
+    """Statistics of all labelled rows; the backward recomputes the logits."""
 
     @staticmethod
     @exactly

@@ -1,4 +1,4 @@
-"""Running statistics [4, R] of a part of the vocabulary: new, merged, finished."""
+"""Running statistics [4, R] of a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastrl.functional.statistics import TokenStatistics
 
-# Rows of the running statistics [4, R] of a part of the vocabulary.
 MAX, SUM_EXP, SUM_SHIFTED, LABEL = range(4)
 
 
@@ -28,7 +27,7 @@ def merge_running_statistics(
     """Running statistics of the union of disjoint parts of the vocabulary."""
     maximum = parts[:, MAX].amax(0)
     shift = parts[:, MAX] - finite_or_zero(maximum)
-    # Twice, since m may be a reference below the maximum: the scale alone could underflow.
+    # Applied twice: m may be a reference below the maximum, whose scale alone could underflow.
     root = (shift * 0.5).exp()
     sum_exp = parts[:, SUM_EXP] * root * root
     # An empty part has shift -inf and sum 0: its product would be NaN.

@@ -19,12 +19,12 @@ class KeepSet:
     """Which entries of the vocabulary a token was sampled from; the label is always one of them.
 
     Attributes:
-        top_k: the k most probable entries, and those as probable as the last of them.
-        top_p: the fewest most probable of the entries that `top_k` left whose share of their
-            probability is at least top_p, and those as probable as the last of them.
+        top_k: the k most probable entries, ties of the last included.
+        top_p: the smallest set of the most probable entries left by `top_k` that holds at least
+            top_p of their probability, ties of the last included.
         min_p: entries at least min_p times as probable as the most probable one.
-        tokens: [T, K] int64, the entries as the sampler recorded them; -1 fills up. Instead of all
-            others.
+        tokens: [T, K] int64, the entries recorded by the sampler, padded with -1; replaces the
+            other three.
     """
 
     top_k: int | None = None
@@ -43,24 +43,17 @@ def masked_logprobs(
 
         logprob = z[label] - log sum_{v in K} e^{z_v}
 
-    The set is a constant: no gradient flows through its choice, and entries outside of it get
-    none. It is found on the logits at hand by a threshold search on counts (top-k) or masses
-    (top-p), whose histograms are summed over the vocabulary's ranks; temperature goes first, then
-    top-k, top-p, min-p, the order of Hugging Face's generation.
-
-    Args:
-        call: from `check_inputs`.
-        keep: which entries.
-        gradient_rows: the subset of rows that can have a non-zero gradient, if known.
-
-    Returns:
-        logprobs, entropy and logsumexp [T] of the renormalised distribution; 0 without label.
+    The set is a constant: no gradient flows through its choice, and entries outside it receive
+    none. It is found from the current logits by a threshold search on counts (top-k) or masses
+    (top-p), whose histograms are summed over the vocabulary's ranks; temperature is applied first,
+    then top-k, top-p, min-p, the order of Hugging Face's generation. `gradient_rows` as in
+    `full_rows`.
     """
 
     def statistics(rows: LogitRows) -> Tensor:
         with torch.no_grad():
             kept = kept_columns(rows, keep) | rows.label_mask()
-        # -inf has probability 0 and no gradient; 0 stands for it where it would meet a product.
+        # -inf has probability 0 and no gradient; in the product 0 replaces it.
         inside = torch.where(kept, rows.z, -torch.inf)
         logsumexp = rows.logsumexp(inside)
         p = (inside - rows.to_columns(logsumexp)).exp()
@@ -95,7 +88,7 @@ def kept_columns(rows: LogitRows, keep: KeepSet) -> Tensor:  # [R, S]
 
 
 def _recorded(z: Tensor, tokens: Tensor, first_column: int) -> Tensor:  # [R, S], [R, K]
-    """The columns that are listed; those of other ranks and fillers fall into a spare one."""
+    """The listed columns; other ranks' columns and padding go to a spare one."""
     column = tokens - first_column
     spare = z.shape[1]
     column = torch.where((column >= 0) & (column < spare) & (tokens >= 0), column, spare)

@@ -1,4 +1,4 @@
-"""Rows of a matrix times a factor each, not multiplied out, and the small passes they need."""
+"""A matrix with an unapplied factor for each row, and the small passes that apply factors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastrl.kernels import can_run
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """factors[:, None] * matrix, not multiplied out; None is 1."""
+    """factors[:, None] * matrix, not materialised; None is 1."""
 
     matrix: Tensor  # [R, S]
     factors: Tensor | None  # [R] fp32
 
     def times(self, weight: Tensor) -> Tensor:
-        """matrix W [R, D], in `compute_dtype`: the factors are for the caller to apply."""
+        """matrix W [R, D], in `compute_dtype`; the caller applies the factors."""
         return matmul(self.matrix, weight)
 
     def transposed_times(self, hidden: Tensor, out: Tensor) -> None:
@@ -62,7 +62,7 @@ def scatter_scaled(
 
 
 def scaled(grad: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
-    """grad * factor (a scalar tensor), without waiting for the device."""
+    """grad * factor (a scalar tensor), without synchronisation."""
     if grad is None or not in_place:
         return None if grad is None else grad * factor
     if can_run(grad):

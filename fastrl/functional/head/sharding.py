@@ -1,8 +1,8 @@
-"""Every collective of the head: which ranks share what, and how it is put together.
+"""Every collective of the head.
 
 Under `tp` each rank holds rows of the weight: statistics of its columns are merged, gradients of
-the hidden states summed. With `sp` beside it the hidden states are slices of the tokens, gathered
-and scattered again. With `sp` alone the weight is replicated and its gradient summed.
+the hidden states summed. With both `tp` and `sp` the hidden states are sharded by tokens: gathered,
+and their gradient reduce-scattered. With `sp` alone the weight is replicated, its gradient summed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fastrl.parallel import (
     start_reduce_scatter,
 )
 
-# Elements of a weight's gradient that are widened at a time: 64 MiB in fp32.
+# Elements of a weight's gradient widened at a time: 64 MiB in fp32.
 _REDUCED_ELEMENTS = 2**24
 
 
 def gathers_hidden_states(groups: ParallelGroups) -> bool:
-    """Whether hidden states are a slice of tokens whose logits need every rank of `tp`."""
+    """Whether the hidden states are sharded by tokens and the head needs all of them."""
     return groups.tp is not None and groups.sp is not None
 
 
@@ -61,10 +61,10 @@ def rows_with_gradient(
     rows: Tensor,  # [R]
     *grads: Tensor | None,  # [T] each
 ) -> Tensor:
-    """Those of `rows` at which an upstream gradient is not 0; all, unless told to drop them.
+    """Those of `rows` with a non-zero upstream gradient; all of them without `drop_inactive_rows`.
 
-    Waits for the device. One all-reduce over `tp`: ranks whose gradients differ in the last bit
-    must not differ in their rows.
+    Synchronises. One all-reduce over `tp`: ranks whose gradients differ in the last bit must not
+    differ in their rows.
     """
     if not call.options.drop_inactive_rows:
         return rows
@@ -82,8 +82,8 @@ def finish_weight_gradient(
 ) -> Tensor | None:
     """The gradient of weight or bias in `dtype`; destroys `grad`.
 
-    That of a weight replicated over `sp` is summed over the slices of the tokens, in
-    `compute_dtype` and piece by piece: a sum in 16 bits would round once a rank.
+    That of a weight replicated over `sp` is all-reduced in `compute_dtype`, a part at a time: a sum
+    in 16 bits would round once a rank.
     """
     if grad is None:
         return None
@@ -96,12 +96,12 @@ def finish_weight_gradient(
 
 
 class HiddenGradient:
-    """[T, D], zero but for the rows that are written; rounded to the hidden states' dtype once.
+    """[T, D], zero outside the written rows; rounded to the hidden states' dtype once.
 
-    Rows of partial sums over the vocabulary are all-reduced over `tp`, as compact and unrounded
-    rows: fewer bytes than [T, D], and one rounding in all. Where the hidden states are sharded over
-    `sp` as well, all [T, D] of them are reduced and scattered at the end. Both run beside what
-    comes after `write`, the product for the weight's gradient.
+    Rows of partial sums over the vocabulary are all-reduced over `tp` compact and unrounded: fewer
+    bytes than [T, D], and one rounding in all. Where the hidden states are sharded over `sp` as
+    well, the whole [T, D] is reduce-scattered at the end. Both overlap with what follows `write`,
+    the product for the weight's gradient.
     """
 
     def __init__(self, call: HeadCall) -> None:
@@ -135,7 +135,7 @@ class HiddenGradient:
         self._sending = (work, rows, values)
 
     def end(self) -> None:
-        """Says that all rows are written, so that they can be sent while other work goes on."""
+        """Starts the reduce-scatter once all rows are written, to overlap with other work."""
         if self._gathers_hidden_states and self._part is None:
             assert self._groups.sp is not None
             self._part = start_reduce_scatter(self._total, self._groups.sp)
@@ -151,7 +151,7 @@ class HiddenGradient:
         return self._total
 
     def _receive(self) -> None:
-        """Puts the rows that were sent last in their place."""
+        """Waits for the last all-reduce and writes its rows."""
         if self._sending is not None:
             work, rows, values = self._sending
             work.wait()
@@ -160,10 +160,9 @@ class HiddenGradient:
 
 
 def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum over the vocabulary's ranks of values that all of them go on with alike.
+    """Sum over the vocabulary's ranks, for a computation that every rank repeats.
 
-    The gradient of a rank's part is the gradient of the sum: the ranks repeat one computation, so
-    their gradients are equal and are not added.
+    The gradient of a rank's part is the gradient of the sum: equal on all ranks, and not added.
     """
     if group is None:
         return values
@@ -172,9 +171,9 @@ def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def to_columns(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`values` that all ranks have alike, to be combined with this rank's columns.
+    """Replicated `values` to combine with this rank's columns.
 
-    Each rank then has a part of their gradient, so it is summed over the ranks.
+    Each rank then holds a part of their gradient, which is summed over the ranks.
     """
     if group is None:
         return values

@@ -1,7 +1,7 @@
 """The `single_pass` strategy: loss and gradients chunk by chunk, logits computed once (6 T D V).
 
-Right when the loss of a chunk of rows needs nothing outside of the chunk: token-level losses with
-normalisers that the batch carries; document-level losses when chunks hold whole documents.
+Exact when the loss of a chunk of rows needs nothing outside the chunk: token-level losses whose
+normalisers are in the batch; document-level losses when chunks hold whole documents.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def single_pass(
     """Sum of `loss` over chunks of rows, and the detached statistics of `call.rows`.
 
     Args:
-        call: from `check_inputs`; the statistics of all its rows are returned.
-        loss: called once a chunk with statistics that require gradient; only sums over rows.
-        gradient_rows: rows that the loss sees. `call.rows` outside of them are known to have
-            neither loss nor gradient, and only get a forward.
+        call: from `check_inputs`.
+        loss: called once a chunk with statistics that require grad; a sum over rows.
+        gradient_rows: rows that the loss is a function of; the others of `call.rows` have neither
+            loss nor gradient, and only run a forward.
         chunk_ends: cumulative number of gradient rows at the end of each chunk (`chunk_rows`).
 
     Returns:
-        The scalar loss, whose backward multiplies the gradients that were formed here by the
-        upstream gradient, and the statistics [T].
+        The scalar loss, whose backward multiplies the gradients formed here by the upstream
+        gradient, and the statistics [T].
     """
     chunk_spans = list(zip([0, *chunk_ends[:-1]], chunk_ends, strict=True)) if chunk_ends else []
     total, logprobs, entropy, logsumexp = _SinglePassLoss.apply(
@@ -95,7 +95,7 @@ class _SinglePassLoss(torch.autograd.Function):
                 " there."
             )
         if not keep_graph:
-            # Without a reference from here autograd takes the buffer as it is, without a copy.
+            # Without another reference autograd takes the buffer without a copy.
             ctx.gradients = None
         results = [scaled(grad, grad_loss, in_place=not keep_graph) for grad in gradients]
         del gradients
@@ -120,7 +120,7 @@ class _SinglePass:
         self.grad_hidden = HiddenGradient(call) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
-            # One chunk is one product, which sums in fp32 inside; several are added up in fp32.
+            # The product of a single chunk accumulates in fp32; several are summed in fp32.
             self.grad_weight = torch.empty(
                 weight.shape,
                 dtype=weight.dtype if num_chunks <= 1 else call.dtype,
@@ -133,7 +133,7 @@ class _SinglePass:
             self.grad_bias = torch.zeros_like(bias, dtype=call.dtype)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden states, weight and bias, in their dtypes."""
+        """Gradients of hidden states, weight and bias, in their dtypes."""
         dtype, groups = self.call.weight.dtype, self.call.groups
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
@@ -171,7 +171,7 @@ class _SinglePass:
             self.grad_bias += grad_logits.column_sums()
 
     def all_statistics(self) -> TokenStatistics:
-        """Statistics [T] of all the call's rows; those without gradient get a forward now."""
+        """Statistics [T] of all the call's rows; those without gradient are computed here."""
         call = self.call
         empty = new_running_statistics(0, call.dtype, self.hidden.device)
         parts = self.parts or [finish_statistics(empty, call.options.entropy)]
@@ -186,10 +186,10 @@ class _SinglePass:
         if num_others == 0:
             return whole
         is_other = torch.zeros_like(call.labels, dtype=torch.bool)
-        # Not by assignment, which copies the value from the host and waits.
+        # Not by assignment, which copies the value from the host and synchronises.
         is_other.index_fill_(0, call.rows, True)
         is_other.index_fill_(0, self.rows, False)
-        # The count is known on the host: `nonzero` would wait for the device.
+        # The count is known on the host; `nonzero` would synchronise.
         others = torch.nonzero_static(is_other, size=num_others)[:, 0]
         statistics = forward_statistics(call, self.hidden[others], others)
         for value, other in zip(whole.vectors(), statistics.vectors(), strict=True):

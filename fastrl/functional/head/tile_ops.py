@@ -1,8 +1,7 @@
-"""Products with the head's weight, of the size [rows, vocabulary], and what is made of them.
+"""Operations on tiles of logits, on the fastest backend that runs.
 
-Callers need not know which backend runs. Where kernels with epilogues do (`can_run_fused`) no
-logits reach memory; elsewhere a matrix product in fp32 is followed by a row operation, in Triton
-where it runs (`can_run`), else in torch.
+With fused kernels (`can_run_fused`) no logits reach memory; otherwise a matrix product in fp32 is
+followed by a row operation, in Triton where it runs (`can_run`), else in torch.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ def keeps_no_logits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def gradient_itemsize(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes an element of the tiles of `recompute`'s backward."""
+    """Bytes per element of the tiles of `recompute`'s backward."""
     if can_run_fused(hidden, weight):
         return hidden.dtype.itemsize
     return compute_dtype(hidden.dtype).itemsize
 
 
 def chunk_itemsize(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes an element of a chunk of `single_pass`; the same on all ranks of a `tp` group."""
+    """Bytes per element of a chunk of `single_pass`; the same on all ranks of a `tp` group."""
     return 2 if _has_exponentials(hidden, weight) else compute_dtype(hidden.dtype).itemsize
 
 
@@ -115,11 +114,9 @@ class LogitsChunk:
             )
 
     def gradient(self, statistics: TokenStatistics, gradients: RowGradients) -> ScaledRows:
-        """Gradient of the products, over the memory of the logits. To be called once.
+        """Gradient of the products, in the memory of the logits; can be called once.
 
-        Args:
-            statistics: of the whole vocabulary.
-            gradients: of the loss, by the statistics.
+        `statistics` cover the whole vocabulary; `gradients` are those of the loss by them.
         """
         where = (self._transform, self._tile)
         if self._references is None:
@@ -128,7 +125,7 @@ class LogitsChunk:
             )
             return ScaledRows(matrix, None)
         if gradients.entropy is not None and self._transform.softcap is not None:
-            # log p cannot be had back from what is stored: the logits once more.
+            # log p cannot be recovered from what is stored: recompute the logits.
             operands = (self._hidden, self._weight, self._labels)
             matrix = _fused_gradient(*operands, statistics, gradients, *where, out=self._logits)
             return ScaledRows(matrix, None)
@@ -156,7 +153,7 @@ def update_row_statistics(
     *,
     entropy: bool,
 ) -> None:
-    """See `torch_rows.update_row_statistics`."""
+    """`torch_rows.update_row_statistics`, in Triton where it runs."""
     if can_run(logits):
         from fastrl.kernels.row_statistics import update_row_statistics as update
     else:
@@ -173,7 +170,7 @@ def row_gradient(
     tile: VocabularyTile,
     operand_dtype: torch.dtype,
 ) -> Tensor:  # [R, S]
-    """See `torch_rows.row_gradient`."""
+    """`torch_rows.row_gradient`, in Triton where it runs."""
     if can_run(logits):
         from fastrl.kernels.row_gradient import row_gradient as gradient
     else:
@@ -195,7 +192,7 @@ def _keeps_exponentials(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def _has_exponentials(hidden: Tensor, weight: Tensor) -> bool:
-    """fp16 has too few exponents for exponentials as operands of a product."""
+    """Whether `single_pass` keeps exponentials: fp16 has too few exponents for them."""
     is_wide = hidden.dtype == torch.bfloat16 or not hidden.is_cuda
     return is_wide and has_fused_layout(hidden, weight)
 

@@ -1,4 +1,4 @@
-"""How vocabulary-sized work is cut into tiles of bounded size."""
+"""Chunks and tiles of bounded size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 # Rows and columns of a tile are multiples of this where the bounds allow.
 ALIGNMENT = 256
-# A GEMM's blocks, and how many of them a GPU (Hopper) works on at a time.
+# The blocks of a GEMM, and how many of them an H100 or H200 runs at a time.
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCKS_AT_A_TIME = 128, 256, 132
 # A `recompute` tile needs no more than this to keep the GEMMs at full speed.
 RECOMPUTE_TILE_BYTES = 88 * 2**20
@@ -40,7 +40,7 @@ def recompute_tiling(
 
 
 def _full_columns(num_rows: int, num_columns: int, most: int) -> int:
-    """At most `most` columns, a few less where that leaves fewer blocks over after full rounds.
+    """At most `most` columns, a few less where that leaves a smaller last wave of blocks.
 
     Even slabs of any width take 1.003 to 2.6 times as long (benchmarks/results/slabs.json).
     """
@@ -76,9 +76,9 @@ def chunk_rows(
     """Ends of even chunks of rows whose logits, of `itemsize` bytes each, fit the bounds.
 
     With `document_ends` (cumulative rows at the end of each document) chunks hold whole documents;
-    None if a document alone exceeds the bounds. Several chunks take half of the bytes where that
-    is possible: the other half goes to the fp32 sum of their weight gradients, so that the peak
-    does not grow with the number of rows.
+    None if a single document exceeds the bounds. Several chunks use half of the bytes where
+    possible: the other half is for the fp32 sum of their weight gradients, so that the peak does
+    not grow with the number of rows.
     """
     most = single_pass_rows(num_columns, itemsize, chunk_size, max_logits_bytes)
     if num_rows > most:
@@ -87,10 +87,9 @@ def chunk_rows(
         longest = max((end - start for start, end in documents), default=0)
         if max(longest, SINGLE_PASS_MIN_ROWS) <= half:
             most = half
-    if document_ends is None:
-        step = even_chunk(num_rows, most)
-        return [min(start + step, num_rows) for start in range(0, num_rows, step)]
     target = even_chunk(num_rows, most)
+    if document_ends is None:
+        return [stop for _, stop in spans(num_rows, target)]
     ends: list[int] = []
     start = previous = 0
     for end in document_ends:
@@ -104,9 +103,9 @@ def chunk_rows(
 
 
 def even_chunk(total: int, most: int) -> int:
-    """Size of even chunks of `total` that have at most `most` items each.
+    """Size of even chunks of `total` items, at most `most` each.
 
-    4215 items in chunks of 4096 would be 4096 + 119, and the second GEMM mostly overhead.
+    4215 items in chunks of 4096 would be 4096 + 119, the second GEMM mostly overhead.
     """
     if total <= most:
         return max(total, 1)

@@ -1,6 +1,6 @@
 """Row statistics and row gradients of a tile of logits in torch, for any device and dtype.
 
-`fastrl.kernels` has a Triton kernel of the same name and signature for each.
+`fastrl.kernels` has a Triton kernel of the same name, signature and arguments for each.
 """
 
 from __future__ import annotations
@@ -21,16 +21,7 @@ def update_row_statistics(
     *,
     entropy: bool,
 ) -> None:
-    """Merges a tile of the vocabulary into the running statistics, in place.
-
-    Args:
-        statistics: of the columns so far (`new_running_statistics`).
-        logits: fp32 (fp64) products; left as they are.
-        labels: int64; labels outside of this tile match nothing.
-        transform: how products become z.
-        tile: where the tile lies.
-        entropy: whether u is kept.
-    """
+    """Merges a tile of the vocabulary into the running statistics, in place."""
     if tile.num_columns == 0:
         return
     z, _ = transformed(logits, transform, tile)
@@ -63,22 +54,7 @@ def row_gradient(
     *,
     operand_dtype: torch.dtype,
 ) -> Tensor:  # [R, S]
-    """Gradient of the raw products x of a tile, destroying `logits`.
-
-    dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), then through
-    temperature, cap and scale. Columns of padding get exactly 0.
-
-    Args:
-        logits: fp32 (fp64) products; the result may lie in their memory.
-        labels: int64; labels outside of this tile match nothing.
-        logsumexp: over the whole vocabulary, like `entropy`.
-        entropy: None without a gradient of it.
-        gradients: upstream.
-        transform: how products become z.
-        tile: where the tile lies.
-        operand_dtype: of the matrices that the result is to be multiplied with. On a GPU, which
-            multiplies equal dtypes only, the result is rounded to it.
-    """
+    """Gradient of the raw products x of a tile, in compute dtype whatever `operand_dtype` is."""
     if tile.num_columns == 0:
         return torch.zeros_like(logits)
     z, cap_slope = transformed(logits, transform, tile)

@@ -1,4 +1,4 @@
-"""The definition of every quantity of the head; that of the losses is in `reference_losses.py`.
+"""The definition of every quantity of the head; that of the losses is in `losses.py`.
 
 Logits are materialised, nothing is vectorised over tokens, and only torch is imported. Give it
 float64. It is never changed to match a fast path; only tests and benchmarks import it.
