@@ -1,7 +1,7 @@
 """Triton kernels: tensors in, tensors out; no autograd, no config, no collectives.
 
-`can_run` is the one place that knows whether a kernel can run on a tensor. The modules with
-kernels import Triton and are therefore imported only after it said yes.
+`can_run` decides whether kernels run on a tensor. The modules with kernels import Triton and are
+therefore imported only where it is True.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ __all__ = ["can_run", "can_run_fused", "has_fused_layout"]
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-
 # Kernels also run on CPU tensors, in Triton's interpreter. It is slow, and only tests set this
 # (with TRITON_INTERPRET=1 in the environment before Triton is imported).
 run_on_cpu = False
 
 
 def can_run(tensor: Tensor) -> bool:
-    """Whether Triton kernels run on this tensor.
-
-    float64 keeps to PyTorch, which has exact float64 everywhere.
-    """
+    """Whether Triton kernels run on this tensor; float64 is left to PyTorch."""
     if not _HAS_TRITON or tensor.dtype not in KERNEL_DTYPES:
         return False
     if tensor.device.type == "cuda":
@@ -43,10 +39,9 @@ def can_run_fused(hidden_states: Tensor, weight: Tensor) -> bool:
 
 
 def has_fused_layout(hidden_states: Tensor, weight: Tensor) -> bool:
-    """`can_run_fused`, whatever the numbers of rows are.
+    """`can_run_fused` for any number of rows and any alignment of the addresses.
 
-    Ranks of a tensor-parallel group agree on it, also where one has no row of the vocabulary; an
-    address that is not aligned does not count.
+    The same on all ranks of a tensor-parallel group, also where one holds no row of the vocabulary.
     """
     if not can_run(hidden_states) or hidden_states.dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -1,6 +1,6 @@
-"""What travels together through every kernel of logits: transform, tile, upstream gradients.
+"""Arguments that all kernels of logits share: transform, tile, upstream gradients.
 
-Plain bundles of tensors and numbers; this module needs no Triton.
+This module needs no Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LogitTransform:
         return replace(self, temperature=self.temperature[index])
 
     def contiguous(self) -> LogitTransform:
-        """The same transform, the rows' temperatures one after the other in memory."""
+        """The same transform with a contiguous temperature."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.contiguous())
@@ -78,7 +78,7 @@ class RowGradients:
         )
 
     def contiguous(self) -> RowGradients:
-        """The same gradients, one after the other in memory."""
+        """The same gradients, each contiguous."""
         return RowGradients(
             self.logprobs.contiguous(),
             None if self.entropy is None else self.entropy.contiguous(),

@@ -1,4 +1,4 @@
-"""From exponentials of logits to gradients: a number a row, and one element of it.
+"""From exponentials of logits to gradients: one factor per row, and the label's element.
 
 `linear_exponentials` leaves q = e^(z - reference), so that p = q e^(reference - lse). The gradient
 of a row's products,
@@ -12,7 +12,7 @@ label's element changes. So dx itself is never formed:
 
     dh = c (q' W),   dW = q'^T (c h),
 
-and reading and writing the whole of q once more is saved.
+which saves reading and writing all of q once more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastrl.kernels.transform import LN_2, LOG2_E, as_fp32
 # |n| is at least this times |g_logprob|: below, the part of p is lost in rounding anyway, and
 # g_logprob / n would overflow.
 SMALLEST_RATIO = tl.constexpr(2.0**-20)
-# log2 of a vocabulary's size is less than this: so far the log-sum-exp can lie above all logits.
+# Above log2 of any vocabulary's size, the most by which the log-sum-exp exceeds the largest logit.
 MOST_BITS = tl.constexpr(20.0)
 
 
@@ -44,9 +44,9 @@ def finish_exponentials(
     transform: LogitTransform,
     tile: VocabularyTile,
 ) -> Tensor:  # [R] fp32
-    """Turns q into q', in place, and returns c: the gradient of the products is c q'.
+    """Turns q into q', in place; with the result c, the gradient of the products is c q'.
 
-    c takes up the rounding of the label's element, mostly the largest of its row: that element is
+    c absorbs the rounding of the label's element, mostly the largest of its row: that element is
     exact, and the others have a common relative error of at most 2^-9. With a gradient of the
     entropy the elements of p are rounded twice, and q is read and written once: 4 S bytes a row.
 
@@ -55,11 +55,11 @@ def finish_exponentials(
         partials: its result.
         label_logits: z[label], the last row of the statistics.
         labels: int64, of the whole vocabulary.
-        logsumexp: over the whole vocabulary, fp32.
+        logsumexp: of z over the whole vocabulary, fp32.
         entropy: fp32, needed with a gradient of it.
-        gradients: upstream, fp32; one of the entropy not together with a softcap.
+        gradients: upstream, fp32; that of the entropy is not supported with a softcap.
         transform: how products became z.
-        tile: where the exponentials lie.
+        tile: of the exponentials.
     """
     assert gradients.entropy is None or (entropy is not None and transform.softcap is None)
     num_rows = exponentials.shape[0]
@@ -124,7 +124,7 @@ def _finish_kernel(
     BLOCK_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program finds its row's reference, passes over the row if it must, sets the label."""
+    """A program finds its row's reference, rescales the row if needed, and sets the label."""
     row = tl.program_id(0).to(tl.int64)
     exponentials += row * exponentials_stride
     partials += row
@@ -142,7 +142,7 @@ def _finish_kernel(
     log_normaliser = tl.load(logsumexp + row)
     # A row of -inf alone has q = 0 and no distribution.
     log_normaliser = tl.where(log_normaliser == float("-inf"), 0.0, log_normaliser)
-    # The row's largest logits may be another rank's: e^(lse - reference) must not overflow.
+    # The row's largest logits may be on another rank: e^(lse - reference) must not overflow.
     largest = tl.maximum(largest, nearest_reference(log_normaliser * LOG2_E - MOST_BITS) * LN_2)
     g_logprob = tl.load(grad_logprobs + row * grad_logprobs_stride).to(tl.float32)
     constant = -g_logprob

@@ -1,8 +1,8 @@
 """Products of hidden states and weight that never leave the chip as logits.
 
-Each function is a GEMM with an epilogue (`linear_kernel`) and stands for a product followed by a
-row kernel: `linear_statistics` for `update_row_statistics`, `linear_gradient` for `row_gradient`.
-`linear_exponentials` is the first half of a gradient; its second half is in `exponentials`.
+Each function is a GEMM with an epilogue (`linear_kernel`) in the place of a product and a row
+kernel: `linear_statistics` of `update_row_statistics`, `linear_gradient` of `row_gradient`.
+`linear_exponentials` is the first half of a gradient; the second is in `exponentials`.
 
 All of them need 16-bit operands with rows that TMA can read (`kernels.can_run_fused`).
 """
@@ -35,7 +35,7 @@ class Blocks:
 
 
 BLOCKS = Blocks()
-# Row tiles whose hidden states fit this go through the columns together and find them in L2.
+# Row tiles whose hidden states fit this go through the columns together and stay in L2.
 GROUP_BYTES = 40 * 2**20
 # Bounds the partial statistics of one launch, 12 bytes a row and column tile.
 MAX_PARTIAL_BYTES = 48 * 2**20
@@ -60,7 +60,7 @@ def linear_statistics(
         labels: int64, of the whole vocabulary.
         transform: how products become z.
         tile: where the slab lies in the vocabulary, with its bias.
-        entropy: whether u is kept.
+        entropy: whether u is computed.
     """
     num_rows = hidden_states.shape[0]
     if num_rows == 0 or tile.num_columns == 0:
@@ -106,18 +106,8 @@ def linear_exponentials(
     nearly every row, so that the exponentials keep their relative precision in bf16 whatever the
     logits are. The gradient of the loss is output times a number a row: see `exponentials`.
 
-    Args:
-        statistics: merged into, in place.
-        output: written, with 0 in the columns of padding; rows 16-byte aligned.
-        hidden_states: the remaining arguments are those of `linear_statistics`.
-        weight: a slab of rows of the whole weight.
-        labels: of the whole vocabulary.
-        transform: how products become z.
-        tile: where the slab lies in the vocabulary, with its bias.
-        entropy: whether u is kept.
-
-    Returns:
-        The tiles' references (in nats), s and u.
+    `output` is 0 in the columns of padding, its rows are 16-byte aligned; the other arguments are
+    those of `linear_statistics`. The result holds the tiles' references (in nats), s and u.
     """
     assert output.dtype == torch.bfloat16, "other 16-bit floats have too few exponents"
     partials = _new_partials(triton.cdiv(weight.shape[0], BLOCKS.columns), statistics)
@@ -152,16 +142,8 @@ def linear_gradient(
 ) -> None:
     """`row_gradient` of h W^T, rounded once, without the product in memory.
 
-    Args:
-        output: written, with 0 in the columns of padding; rows 16-byte aligned.
-        hidden_states: bf16 or fp16.
-        weight: a slab of rows of the whole weight, same dtype.
-        labels: int64, of the whole vocabulary.
-        logsumexp: of z over the whole vocabulary, fp32.
-        entropy: fp32, needed with a gradient of it.
-        gradients: upstream, fp32.
-        transform: how products become z.
-        tile: where the slab lies in the vocabulary, with its bias.
+    `output` is as in `linear_exponentials`, the operands as in `linear_statistics`; the other
+    arguments are those of `row_gradient`.
     """
     if hidden_states.shape[0] == 0:
         return
@@ -204,17 +186,8 @@ def _launch(
     row_tiles = triton.cdiv(num_rows, blocks.rows)
     tiles = row_tiles * triton.cdiv(weight.shape[0], blocks.columns)
     most = max(GROUP_BYTES // (blocks.rows * depth * hidden_states.element_size()), 1)
-    unused = dict.fromkeys(
-        (
-            "label_logits",
-            "partials",
-            "logsumexp",
-            "entropy",
-            "grad_logprobs",
-            "grad_logsumexp",
-            "grad_entropy",
-        )
-    )
+    names = "label_logits partials logsumexp entropy grad_logprobs grad_logsumexp grad_entropy"
+    unused = dict.fromkeys(names.split())
     linear_kernel[(min(tiles, num_multiprocessors(hidden_states.device)),)](
         hidden=TensorDescriptor.from_tensor(_aligned(hidden_states), [blocks.rows, blocks.depth]),
         weight=TensorDescriptor.from_tensor(_aligned(weight), [blocks.columns, blocks.depth]),
@@ -240,14 +213,14 @@ def _launch(
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    """The matrix, or a copy if TMA cannot read it: a view into the middle of something."""
+    """The matrix, or a copy if TMA cannot read it, as a view that begins off a 16-byte boundary."""
     fits = matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
     return matrix if fits else matrix.contiguous().clone()
 
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Programs that run at the same time when each fills a multiprocessor."""
+    """Programs that run concurrently when each fills a multiprocessor."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

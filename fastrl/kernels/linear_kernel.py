@@ -1,8 +1,8 @@
 """One persistent GEMM, h W^T, with three epilogues that keep the logits inside the chip.
 
-The grid has one program a multiprocessor; each walks over tiles [BLOCK_R, BLOCK_V] of the product
-in an order that reads the weight once and finds the hidden states in the L2 cache. Operands come
-by TMA, products accumulate in fp32 registers, and of these an epilogue makes
+The grid has one program per multiprocessor; each iterates over tiles [BLOCK_R, BLOCK_V] of the
+product in an order that reads the weight once and the hidden states from the L2 cache. Operands are
+loaded by TMA, products accumulate in fp32 registers, and an epilogue turns them into
 
 - STATISTICS: m, s, u of the tile's rows (and z[label]): 12 bytes a row and tile written;
 - EXPONENTIALS: the same, and 2^(x - reference) in 16 bits, where reference is a power of two that

@@ -17,10 +17,9 @@ def merge_partial_statistics(
 ) -> None:
     """Merges N parts into the first three rows of the statistics, in place.
 
-    A part is a reference m, s = sum e^(z-m) and u = sum (z-m) e^(z-m).
-
-    m need not be the part's maximum; a part without a finite logit has m = -inf and s = u = 0.
-    The order of summation depends on N alone: the same call gives the same bits.
+    A part is a reference m, s = sum e^(z-m) and u = sum (z-m) e^(z-m). m need not be the part's
+    maximum; a part without a finite logit has m = -inf and s = u = 0. The order of summation
+    depends on N alone: results are deterministic.
     """
     num_rows = statistics.shape[1]
     if num_rows == 0:
@@ -52,7 +51,7 @@ def _merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """A program walks over all parts of a few rows; 12 bytes a part and row."""
+    """A program merges all parts of a few rows; 12 bytes read a part and row."""
     num_rows = tl.cast(num_rows, tl.int64)
     statistics_stride = tl.cast(statistics_stride, tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -69,8 +68,8 @@ def _merge_kernel(
         part_sum = tl.load(address + num_rows, mask=mask, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        # Square roots of the scales, applied twice: a part whose reference lies far below another's
-        # can hold the larger logits, and its scale alone would underflow.
+        # Square roots of the scales, applied twice: a part with a reference far below another's may
+        # hold the larger logits, and its scale alone would underflow.
         old_shift = maximum - shift
         old_root = tl.exp2(old_shift * (0.5 * LOG2_E))
         part_shift = part_maximum - shift[None, :]

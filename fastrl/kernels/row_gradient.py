@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
-from fastrl.kernels.row_statistics import ROWS_TO_FILL_A_DEVICE
+from fastrl.kernels.row_statistics import parts_per_row
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
 
@@ -23,32 +23,31 @@ def row_gradient(
     *,
     operand_dtype: torch.dtype,
 ) -> Tensor:  # [R, S] operand_dtype
-    """Gradient of the raw products x of a tile, destroying `logits`; 0 in the padding.
+    """Gradient of the raw products x of a tile, destroying `logits`.
 
     dz = g_logprob (onehot - p) + g_logsumexp p - g_entropy p (log p + entropy), p = e^(z - lse),
-    then through temperature, cap and scale.
+    then through temperature, cap and scale. Columns of padding get exactly 0.
 
     With many rows the result is a view into the storage of `logits`, with their row stride in
-    bytes: one program reads a row from left to right, and its shorter results never overtake what
-    is still to be read. Few rows are split over programs, with the result in new memory. A row
-    costs 4 S bytes read and 2 S written for a 16-bit result.
+    bytes: a program goes through a row from left to right, and its writes stay behind its reads.
+    With few rows, rows are split over programs and the result is new memory. 4 S bytes read and
+    2 S written a row for a 16-bit result.
 
-    Args:
-        logits: raw products x; rows may be strided, columns are not.
-        labels: int64, of the whole vocabulary.
-        logsumexp: of z, fp32.
-        entropy: fp32, needed with a gradient of it.
-        gradients: upstream, fp32.
-        transform: how products become z.
-        tile: where the tile lies.
-        operand_dtype: of the result, no wider than that of `logits`.
+    `logits`, `labels`, `transform` and `tile` are as in `update_row_statistics`. `logsumexp` and
+    `entropy`, needed with a gradient of it, are of z over the whole vocabulary, in fp32 like
+    the upstream `gradients`. `operand_dtype` is no wider than that of `logits`.
     """
     num_rows, total_columns = logits.shape
     assert logits.stride(1) == 1 or total_columns == 1
     assert operand_dtype.itemsize <= logits.dtype.itemsize
-    assert entropy is not None or gradients.entropy is None
+    assert gradients.entropy is None or entropy is not None
     block = min(4096, max(triton.next_power_of_2(total_columns), 128))
-    output, num_parts = _output_and_parts(logits, operand_dtype, block)
+    num_blocks = triton.cdiv(total_columns, block)
+    num_parts = parts_per_row(num_rows, num_blocks)
+    if num_parts > 1:
+        output = torch.empty(num_rows, total_columns, dtype=operand_dtype, device=logits.device)
+    else:
+        output = logits.view(operand_dtype)[:, :total_columns]
     if num_rows == 0 or total_columns == 0:
         return output
     _row_gradient_kernel[(num_rows, num_parts)](
@@ -61,7 +60,7 @@ def row_gradient(
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
         total_columns=total_columns,
-        columns_per_part=triton.cdiv(triton.cdiv(total_columns, block), num_parts) * block,
+        columns_per_part=triton.cdiv(num_blocks, num_parts) * block,
         IN_PLACE=num_parts == 1,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
@@ -70,16 +69,6 @@ def row_gradient(
         **tile.launch_arguments(),
     )
     return output
-
-
-def _output_and_parts(logits: Tensor, dtype: torch.dtype, block: int) -> tuple[Tensor, int]:
-    """Memory of the result, and the number of programs that a row is split over."""
-    num_rows, total_columns = logits.shape
-    if num_rows >= ROWS_TO_FILL_A_DEVICE or total_columns <= block:
-        return logits.view(dtype)[:, :total_columns], 1
-    wanted = triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1))
-    output = torch.empty(num_rows, total_columns, dtype=dtype, device=logits.device)
-    return output, min(wanted, triton.cdiv(total_columns, block))
 
 
 @triton.jit(do_not_specialize=["first_column"])
@@ -114,7 +103,7 @@ def _row_gradient_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walks over (a part of) a row in blocks: read, transform, write."""
+    """A program goes through (a part of) a row in blocks: read, transform, write."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     softcap = as_fp32(softcap)

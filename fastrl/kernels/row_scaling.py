@@ -1,4 +1,4 @@
-"""Small passes over [R, D]: rows times numbers, scattered to their tokens; sums of columns."""
+"""Small passes over [R, D]: rows times factors, scattered to their tokens; sums of columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of a grid-strided pass: several for each multiprocessor.
+# Of a grid-strided pass: several per multiprocessor.
 MAX_PROGRAMS = 1056
 
 
@@ -69,7 +69,7 @@ def _rows_kernel(
     HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and block of it."""
+    """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < depth
@@ -87,9 +87,9 @@ def scale_in_place(
     tensor: Tensor,  # any shape, contiguous
     factor: Tensor,  # scalar
 ) -> None:
-    """tensor *= factor. A factor of exactly 1 is seen on the device and costs one launch.
+    """tensor *= factor. A factor of exactly 1 is detected on the device and costs one launch.
 
-    The upstream gradient of a loss is nearly always 1, and the host must not wait to know it.
+    The upstream gradient of a loss is nearly always 1; reading it on the host would synchronise.
     """
     assert tensor.is_contiguous()
     if tensor.numel() == 0:
@@ -102,12 +102,7 @@ def scale_in_place(
 
 
 @triton.jit
-def _scale_kernel(
-    tensor,
-    factor,
-    size,
-    BLOCK: tl.constexpr,
-):
+def _scale_kernel(tensor, factor, size, BLOCK: tl.constexpr):
     """A grid-strided pass, or none."""
     number = tl.load(factor).to(tl.float32)
     if number != 1.0:
@@ -157,7 +152,7 @@ def _column_sums_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One program walks down some columns."""
+    """One program sums a block of columns."""
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_mask = columns < num_columns
     total = tl.zeros((BLOCK_COLUMNS,), tl.float32)

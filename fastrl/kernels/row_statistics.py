@@ -10,8 +10,14 @@ from fastrl.kernels.arguments import LogitTransform, VocabularyTile
 from fastrl.kernels.merge import merge_partial_statistics
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
-# Below this many rows one program a row leaves multiprocessors idle, and rows are split.
+# With fewer rows one program per row leaves multiprocessors idle, and rows are split.
 ROWS_TO_FILL_A_DEVICE = 512
+
+
+def parts_per_row(num_rows: int, num_blocks: int) -> int:
+    """Parts that a row of `num_blocks` blocks is split into, each the work of one program."""
+    wanted: int = triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1))
+    return max(min(wanted, num_blocks), 1)
 
 
 def update_row_statistics(
@@ -31,11 +37,11 @@ def update_row_statistics(
 
     Args:
         statistics: m = -inf, s = u = 0 before the first tile.
-        logits: fp32 raw products x; rows may be strided, columns are not.
-        labels: int64, of the whole vocabulary; one that is not in this tile matches nothing.
+        logits: fp32 raw products x; rows may be strided, columns may not.
+        labels: int64, of the whole vocabulary; one outside this tile matches nothing.
         transform: how products become z.
         tile: where the tile lies; its padding is not read.
-        entropy: whether u is kept.
+        entropy: whether u is computed.
     """
     num_rows, num_columns = logits.shape[0], tile.num_columns
     if num_rows == 0 or num_columns == 0:
@@ -43,10 +49,8 @@ def update_row_statistics(
     assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert statistics.stride(1) == 1 or num_rows == 1
     block = min(4096, max(triton.next_power_of_2(num_columns), 128))
-    num_parts = 1
-    if num_rows < ROWS_TO_FILL_A_DEVICE:
-        wanted = triton.cdiv(ROWS_TO_FILL_A_DEVICE, num_rows)
-        num_parts = min(wanted, triton.cdiv(num_columns, block))
+    num_blocks = triton.cdiv(num_columns, block)
+    num_parts = parts_per_row(num_rows, num_blocks)
     partials = statistics
     if num_parts > 1:
         partials = statistics.new_empty(num_parts, 3, num_rows)
@@ -59,7 +63,7 @@ def update_row_statistics(
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
         num_rows=num_rows,
-        columns_per_part=triton.cdiv(triton.cdiv(num_columns, block), num_parts) * block,
+        columns_per_part=triton.cdiv(num_blocks, num_parts) * block,
         ENTROPY=entropy,
         IS_PARTIAL=num_parts > 1,
         BLOCK=block,
@@ -95,7 +99,7 @@ def _row_statistics_kernel(
     IS_PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walks over a row in blocks with the online rescaling of a running maximum."""
+    """A program goes through (a part of) a row in blocks, rescaled by a running maximum."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     num_rows = tl.cast(num_rows, tl.int64)

@@ -1,8 +1,8 @@
-"""What turns a raw product of the head into a logit: the jitted pieces that every kernel shares.
+"""Jitted functions from raw products of the head to logits, shared by all kernels.
 
-A jitted function reads no Python number of its module: constants are `tl.constexpr`. Numbers that
-a caller passes as a Python float arrive as fp32 from eager code and as fp64 from Inductor, so
-kernels convert them with `as_fp32` before the first use.
+A jitted function cannot read a Python number of its module: constants are `tl.constexpr`. A Python
+float argument arrives as fp32 from eager code and as fp64 from Inductor, so kernels convert it with
+`as_fp32` before the first use.
 """
 
 import triton

@@ -107,7 +107,7 @@ def test_rows_of_minus_infinity_are_not_nan() -> None:
 def test_gradient(
     case: TileCase, dtype: torch.dtype, rows_to_fill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_module, "ROWS_TO_FILL_A_DEVICE", rows_to_fill)
+    monkeypatch.setattr(statistics_module, "ROWS_TO_FILL_A_DEVICE", rows_to_fill)
     products, labels, tile = case.products(), case.labels(), case.tile()
     statistics = finished(true_statistics(new_running(case.num_rows), products, labels, case, tile))
     gradients = case.gradients(entropy=True)
