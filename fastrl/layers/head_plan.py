@@ -1,6 +1,6 @@
-"""What a pass of the head computes, decided on the host before it runs.
+"""The plan of a call of the head, made on the host before it runs.
 
-Nothing here waits for the device, but for batches made by hand without row sets.
+Nothing here synchronises, except for batches made by hand without row sets.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class HeadPlan:
     """One pass over the logits.
 
     Attributes:
-        batch: this rank's tokens in the head, at the scale of the logits that the losses see.
+        batch: this rank's tokens in the head, with the temperature of the losses' logits.
         rows: the tokens whose statistics are computed.
-        losses: by name, those that see these logits; none in evaluation.
-        gradient_rows: rows that some loss may have a value or gradient at.
+        losses: by name, those of these logits; none in evaluation.
+        gradient_rows: rows at which a loss can have a value or gradient.
         entropy: whether the entropy is computed.
         statistics: the rarer statistics that the losses are functions of.
         chunk_ends: ends of the chunks of `single_pass`; None for `recompute`.
-        has_logprobs: whether its statistics are the log-probabilities that the caller asked for.
+        has_logprobs: whether its statistics give the requested log-probabilities.
     """
 
     batch: BatchKwargs
@@ -56,9 +56,9 @@ class HeadPlans:
     """The passes of one call.
 
     Attributes:
-        losses: a pass for the losses of each scale of the logits, 1 first; then one for each
+        losses: a pass for the losses of each `logits_scale`, 1 first; then one for each
             distillation.
-        labels: over all labels, without a loss; run where no other pass gives what is asked for.
+        labels: over all labels, without a loss; run where no other pass gives what is requested.
     """
 
     losses: list[HeadPlan]
@@ -79,15 +79,14 @@ def plan_head(
     Args:
         config: of the head.
         groups: of the head.
-        batch: of all tokens that the hidden states of the tensor axis' ranks stand for.
-        losses: that are to be computed.
+        batch: all tokens of the (micro-)sequence, as given to the head.
+        losses: to compute, by name.
         dtype: of hidden states and weight.
-        itemsize: bytes an element of the logits of `single_pass`.
-        return_logprobs: whether the caller reads the log-probabilities of all labels.
+        itemsize: bytes per element of the logits of `single_pass`.
+        return_logprobs: whether the log-probabilities of all labels are requested.
 
     Raises:
-        ValueError: the tokens cannot be split, or the strategy `single_pass` is asked for where it
-            is not possible.
+        ValueError: the tokens cannot be split, or `single_pass` is required and not possible.
     """
     batch = _own_tokens(batch, groups)
     labelled = batch.rows_with_labels
@@ -97,9 +96,8 @@ def plan_head(
         if "divergence" not in loss.needs:
             by_scale.setdefault(loss.config.logits_scale, {})[name] = loss
     plans: list[HeadPlan] = []
-    for scale in sorted(by_scale, key=lambda scale: (scale != 1, scale)):
-        same = by_scale[scale]
-        needs = frozenset[str]().union(*(loss.needs for loss in same.values()))
+    for scale, same in sorted(by_scale.items(), key=lambda item: (item[0] != 1, item[0])):
+        needs = _needs(same)
         scaled = _at_scale(batch, scale)
         active = _rows_of_all(scaled, [loss.gradient_rows(scaled) for loss in same.values()])
         has_logprobs = return_logprobs and scale == 1
@@ -159,11 +157,11 @@ def head_splits_tokens(groups: ParallelGroups) -> bool:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """What the choice of a strategy knows of a batch: the same on all ranks of a collective.
+    """Facts of a batch that the strategy depends on: the same on all ranks of a collective.
 
     Attributes:
         num_tokens: of the batch.
-        num_active: rows that carry gradient.
+        num_active: rows with gradient.
         document_ends: cumulative number of them at the end of each document; None where documents
             are not known, and chunks may end at any row.
         is_cut: documents are split over ranks or micro-sequences.
@@ -201,27 +199,26 @@ def chunk_ends(
 ) -> list[int] | None:
     """Ends of the chunks of `single_pass`, or None for `recompute`.
 
-    Decided by facts that all ranks share which take part in the head's collectives.
+    The same on all ranks that take part in the head's collectives.
 
     Args:
-        config: the bounds and the strategy that is asked for.
-        losses: that see the same logits.
+        config: bounds and strategy.
+        losses: of the same logits.
         rows: of the batch.
-        columns: most rows of the weight on a rank.
+        columns: maximum number of rows of the weight on a rank.
         dtype: of hidden states and weight.
-        itemsize: bytes of an element of a chunk's logits.
+        itemsize: bytes per element of a chunk's logits.
 
     Raises:
-        ValueError: `single_pass` is asked for and not possible.
+        ValueError: `single_pass` is required and not possible.
     """
     if config.strategy == "recompute":
         return None
     bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
     scopes = {loss.scope for loss in losses.values()}
-    needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
     ends: list[int] | None = None
     reason = None
-    if config.keep is not None or needs & frozenset(STATISTIC_NAMES):
+    if config.keep is not None or _needs(losses) & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
     elif scopes & {"group", "batch"}:
         reason = "pairs and entropy quantiles need tokens outside of a chunk"
@@ -238,14 +235,19 @@ def chunk_ends(
             f" {list(losses)}, but {reason}; use `strategy: auto` or `recompute`."
         )
     has_few_rows = single_pass_rows(*bounds) < min(rows.num_tokens, SINGLE_PASS_MIN_ROWS)
-    # `single_pass` rounds dz before a loss scale is known, and in fp16 small gradients underflow.
+    # `single_pass` rounds dz before the loss scale is applied: in fp16 small gradients underflow.
     if config.strategy == "auto" and (has_few_rows or dtype == torch.float16):
         return None
     return ends
 
 
+def _needs(losses: Losses) -> frozenset[str]:
+    """The optional statistics that any of the losses is a function of."""
+    return frozenset().union(*(loss.needs for loss in losses.values()))
+
+
 def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
-    """The batch for a loss that sees the logits times `scale`."""
+    """The batch for a loss of the logits times `scale`."""
     return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
 
 

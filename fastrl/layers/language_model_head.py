@@ -52,17 +52,17 @@ from fastrl.parallel import (
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the head returns.
+    """Output of the head.
 
     Attributes:
         loss: scalar fp32: this rank's part of the global loss, a sum over its own tokens divided by
             counts of the whole step; None without losses.
         metrics: detached scalars `<loss name>/<metric>`, to be added over micro-batches and ranks.
-        logprobs: [T] fp32 nats of the labels, detached, where asked for; 0 without label.
+        logprobs: [T] fp32 nats of the labels, detached, if requested; 0 without label.
         entropy: [T] fp32 nats, like `logprobs`.
-        strategy: `recompute` or `single_pass`, the one that was taken; None without losses, and
-            without a gradient, for which both compute the same.
-        statistics: [T] each, by name, those that were asked for; detached.
+        strategy: the one used, `recompute` or `single_pass`; None without losses or gradient, where
+            both compute the same.
+        statistics: the requested ones by name, [T] each, detached.
     """
 
     loss: Tensor | None
@@ -75,14 +75,14 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class _PassResult:
-    """What one pass gives: the sum of its weighted losses, their metrics, detached statistics."""
+    """Result of one pass: the sum of its weighted losses, their metrics, detached statistics."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
     statistics: TokenStatistics
 
 
-# FSDP2 looks for the tensors of a module's output in it; before torch 2.13 only in known classes.
+# FSDP2 finds the tensors of a module's output by pytree: before torch 2.13 in registered classes.
 register_dataclass(HeadOutput)
 
 
@@ -97,8 +97,8 @@ class LanguageModelHead(nn.Module):
         dtype: of the parameters, and so of the hidden states.
 
     Attributes:
-        weight: [V, D], [V_local, D] under vocabulary parallelism. Normal, std 0.02, at first.
-        bias: [V] or [V_local], zeros at first; None without `config.bias`.
+        weight: [V, D], [V_local, D] under vocabulary parallelism.
+        bias: [V] or [V_local]; None without `config.bias`.
         losses: the losses by name.
     """
 
@@ -124,19 +124,19 @@ class LanguageModelHead(nn.Module):
         self.reset_parameters()
 
     def use_groups(self, groups: ParallelGroups) -> None:
-        """Sets the process groups and makes the config's losses anew.
+        """Sets the process groups and rebuilds the config's losses.
 
         The parameters must be sharded accordingly: plain tensors that are this rank's part, or
         DTensors over the tensor axis alone (`fastrl.models.parallelize`).
         """
-        # Of the op: with a replicated weight the tensor axis shards nothing in the head.
+        # With a replicated weight the tensor axis shards nothing in the head.
         tp = groups.tp if self.config.vocabulary_parallel else None
         self.groups = ParallelGroups(tp=tp, sp=groups.sp, sdp=groups.sdp, dp=groups.dp)
         self.set_losses(self.config.losses)
 
     @property
     def local_weight(self) -> Tensor:
-        """[V, D] or [V_local, D]: this rank's rows as a plain tensor, which the op takes."""
+        """[V, D] or [V_local, D]: this rank's rows of the weight as a plain tensor."""
         return self._local(self.weight)
 
     @property
@@ -169,11 +169,12 @@ class LanguageModelHead(nn.Module):
     @property
     def loss_groups(self) -> tuple[ProcessGroup | None, ...]:
         """Groups over whose ranks losses and metrics add up to those of the step."""
-        return (
-            self.groups.dp,
-            self.groups.sdp,
-            self.groups.sp if self.head_splits_tokens else None,
-        )
+        return (self.groups.dp, *self._token_groups)
+
+    @property
+    def _token_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """Groups over which the tokens of a document may be split."""
+        return (self.groups.sdp, self.groups.sp if self.head_splits_tokens else None)
 
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, DEFAULT_INITIALIZER_RANGE^2) and zeroes the bias."""
@@ -185,27 +186,26 @@ class LanguageModelHead(nn.Module):
         """Replaces the named losses, as between the phases of a training run.
 
         Raises:
-            ValueError: a loss means nothing under this head.
+            ValueError: a loss is not compatible with this head.
         """
         self.config.check_losses(losses)
-        token_groups = (self.groups.sdp, self.groups.sp if self.head_splits_tokens else None)
         self.losses = {
-            name: build_loss(config, token_groups, self.groups.dp)
+            name: build_loss(config, self._token_groups, self.groups.dp)
             for name, config in losses.items()
         }
 
     def end_step(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Tells the losses the finished metrics of the optimizer step, for what adapts to them.
+        """Updates what adapts to the optimizer step's metrics: adaptive entropy bonuses.
 
         Args:
-            metrics: the whole step's (`reduce_metrics`), or at least `<loss>/entropy` of the losses
+            metrics: of the whole step (`reduce_metrics`), at least `<loss>/entropy` of the losses
                 with an adaptive entropy bonus.
         """
         for name, loss in self.losses.items():
             if isinstance(loss, LanguageModelPolicyGradientLoss) and loss.entropy_bonus.adaptive:
                 loss.entropy_bonus.end_step(float(metrics[f"{name}/entropy"]))
 
-    # torch.compile leaves it as one piece: a batch's counts must not be constants of a graph.
+    # Not compiled: a batch's counts must not become constants of a graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -218,23 +218,23 @@ class LanguageModelHead(nn.Module):
     ) -> HeadOutput:
         """Loss and metrics of the batch; in evaluation mode its log-probabilities instead.
 
-        Under `torch.no_grad()` in training mode the loss is computed and nothing of a backward. In
+        Under `torch.no_grad()` in training mode the loss is computed without gradients. In
         evaluation mode there is no loss: `logprobs` and `entropy` are those of an old or a
         reference policy.
 
         Args:
             hidden_states: after the final norm, in the weight's dtype; under sequence parallelism
                 this rank's slice of the tokens.
-            batch: of all T tokens of this rank's (micro-)sequence.
-            return_logprobs: also return `logprobs` and `entropy`, detached, from the same pass.
-            statistics: names out of `mean_logit`, `sum_squares`, `is_argmax`, returned as well;
-                they take a pass of their own.
-            teacher: for the losses of type `distillation`, which need one; sharded like
-                `hidden_states` and the weight.
+            batch: all T tokens of this rank's (micro-)sequence.
+            return_logprobs: whether `logprobs` and `entropy` are part of the output in training.
+            statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to add to the output; they
+                take a separate pass.
+            teacher: required by losses of type `distillation`; sharded like `hidden_states` and the
+                weight.
 
         Raises:
-            ValueError: the batch lacks what a loss needs, a shape does not fit, the strategy
-                `single_pass` is not possible for the batch, or a teacher is missing or not used.
+            ValueError: the batch lacks what a loss needs, a shape does not fit, `single_pass` is
+                required and not possible, or a teacher is missing or not used.
         """
         self._check_teacher(teacher)
         losses = self.losses if self.training else {}
@@ -257,7 +257,6 @@ class LanguageModelHead(nn.Module):
         )
 
     def _run(self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher | None) -> _PassResult:
-        """The weighted losses of one pass, their metrics and the statistics they saw."""
         if teacher is not None and any("divergence" in loss.needs for loss in plan.losses.values()):
             statistics = self._divergence(plan, hidden_states, teacher)
         elif plan.chunk_ends is not None and self._needs_gradient(hidden_states):
@@ -349,7 +348,7 @@ class LanguageModelHead(nn.Module):
         )
 
     def _of_all_tokens(self, values: Tensor) -> Tensor:
-        """[T] of the batch, detached, also where each rank of `sp` computed its slice."""
+        """[T] of the whole batch, detached; gathered where each rank of `sp` computed a slice."""
         values = values.detach()
         if not self.head_splits_tokens:
             return values

@@ -71,12 +71,7 @@ def build_loss(
     token_groups: Sequence[ProcessGroup | None] = (),
     data_group: ProcessGroup | None = None,
 ) -> LanguageModelLoss[Any]:
-    """The loss that `config` names by its `type`.
-
-    Args:
-        config: of the loss.
-        token_groups: groups between whose ranks the tokens of a document may be split.
-        data_group: between whose ranks different documents are spread.
+    """The loss that `config` names by its `type`, with the arguments of `LanguageModelLoss`.
 
     Raises:
         ValueError: a `type` that is neither a name of the package's losses nor an import path.

@@ -1,4 +1,4 @@
-"""What every loss of the head shares: its rows, its normalisation, the form of its metrics."""
+"""The base of the losses of the head: rows, normalisation, form of the metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Scope = Literal["token", "document", "group", "batch"]
 
 
 class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
-    """A loss that is a function of per-token statistics [T] and of what the batch says.
+    """A loss that is a function of per-token statistics [T] and of the batch.
 
-    It returns the sum over the tokens it is given divided by a count of the whole optimizer step,
-    so that the losses (and gradients) of all chunks, micro-batches and ranks add up.
+    Its value is a sum over the given tokens divided by a count of the whole optimizer step, so that
+    the losses (and gradients) of all chunks, micro-batches and ranks add up.
 
     Args:
         config: of this loss.
-        token_groups: groups between whose ranks the tokens of a document may be split.
-        data_group: between whose ranks different documents are spread.
+        token_groups: process groups over which the tokens of a document may be split.
+        data_group: process group over which whole documents are distributed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
 
     @property
     def scope(self) -> Scope:
-        """What a token's loss needs: that token alone, or its whole document, group or batch."""
+        """What a token's loss depends on: that token alone, or its document, group or batch."""
         return "token"
 
     @property
@@ -56,21 +56,21 @@ class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         """The loss of the tokens of `statistics` and `batch` [T], a scalar.
 
-        Slots without label must have no say, whatever their values.
+        Slots without label must not influence the loss, whatever their values.
         """
 
     @abstractmethod
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
-        """Detached metrics of the tokens, in the form that `reduction.py` adds."""
+        """Detached metrics of the tokens, in the form that `add_metrics` adds up."""
 
     def with_metrics(
         self, statistics: TokenStatistics, batch: BatchKwargs
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its metrics; a loss whose preparation is dear shares it between them."""
+        """The loss and its metrics; override it when preparing the terms is expensive."""
         return self(statistics, batch), self.metrics(statistics.map(Tensor.detach), batch)
 
     def gradient_rows(self, batch: BatchKwargs) -> RowSet:
-        """Rows outside of which neither value nor gradient can be other than 0."""
+        """Rows outside which value and gradient are 0."""
         return batch.rows_with_labels
 
     def normalise(self, values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
@@ -89,7 +89,7 @@ class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """`count`, or 1 for a step without any label, whose sums are 0 as well."""
+    """`count`, or 1 for a step without labels, whose sums are 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -104,10 +104,10 @@ ValueT = TypeVar("ValueT")
 def required(
     value: ValueT | None, name: str, loss: LanguageModelLoss[ConfigT], reason: str = ""
 ) -> ValueT:
-    """A value that the batch must carry for `loss`.
+    """`value`, a field of the batch that `loss` needs.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it is None.
     """
     if value is None:
         source = SOURCES.get(name)

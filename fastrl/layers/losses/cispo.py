@@ -22,11 +22,9 @@ class CISPOLoss(LanguageModelPolicyGradientLoss[CISPOLossConfig]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """As in the config."""
         return self.config.ratio_level
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """REINFORCE with the clipped ratio as weight."""
         ratio = terms.ratio.detach()
         low = None if self.config.epsilon_low is None else 1 - self.config.epsilon_low
         return -ratio.clamp(low, 1 + self.config.epsilon_high) * terms.advantages * terms.logprobs

@@ -27,7 +27,6 @@ class GRPOLoss(LanguageModelPolicyGradientLoss[ClippedLossConfig]):
     """
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """The pessimistic one of the plain and the clipped product."""
         config, ratio, advantages = self.config, terms.ratio, terms.advantages
         clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
         if config.delta is not None:
@@ -57,7 +56,6 @@ class GSPOLoss(GRPOLoss):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """The document."""
         return "document"
 
 
@@ -74,7 +72,6 @@ class GSPOTokenLoss(GRPOLoss):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """The value of the document's ratio with the gradient of the token's."""
         return "document_token"
 
 

@@ -26,11 +26,9 @@ class CrossEntropyLoss(LanguageModelLoss[CrossEntropyLossConfig]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The mean logit, for label smoothing."""
         return frozenset({"mean_logit"}) if self.config.label_smoothing else frozenset()
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The cross-entropy in nats, normalised as the config says."""
         values = -statistics.logprobs
         smoothing = self.config.label_smoothing
         if smoothing:
@@ -61,8 +59,7 @@ class ZLoss(LanguageModelLoss[ZLossConfig]):
     """
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The squared log-sum-exp."""
-        # Masked before the square, whose derivative would multiply 0 by what is there.
+        # Masked before the square, whose derivative would multiply 0 by a NaN or infinity.
         logsumexp = masked(statistics.logsumexp, batch.labels != -100)
         return self.normalise(logsumexp.square(), batch)
 

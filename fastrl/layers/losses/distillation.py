@@ -13,7 +13,7 @@ from fastrl.layers.losses.reduction import token_mean
 
 
 class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):
-    """The divergence of each labelled token, normalised; `teacher_divergence` defines it.
+    """The divergence of each labelled token (`teacher_divergence`) in nats, normalised.
 
     References:
         Generalised knowledge distillation, arXiv:2306.13649, equation 1 (Jensen-Shannon).
@@ -21,11 +21,9 @@ class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The divergence, which the head computes from the teacher it is given."""
         return frozenset({"divergence"})
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The divergence in nats, normalised as the config says."""
         assert statistics.divergence is not None
         return self.normalise(masked(statistics.divergence, batch.labels != -100), batch)
 

@@ -27,7 +27,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
     A pair is a group of the batch (two documents of one `group_id` in the same packed sequence),
     with advantage above 0 for the chosen document alone (`fastrl.data.preferences`). With
     `log_ratio: mean` the sums are means over labels. Any other group with labels is refused, on a
-    GPU by an assertion that nothing waits for.
+    GPU by an asynchronous assertion.
 
     References:
         Rafailov et al., arXiv:2305.18290, equation 7 (sigmoid). Azar et al., arXiv:2310.12036,
@@ -37,11 +37,9 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
 
     @property
     def scope(self) -> Scope:
-        """A pair."""
         return "group"
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The mean over pairs."""
         return self.value(self.margins(statistics, batch), batch)
 
     @torch.no_grad()
@@ -52,7 +50,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
     def with_metrics(
         self, statistics: TokenStatistics, batch: BatchKwargs
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its metrics from the same margins, with their one all-reduce."""
+        """The loss and its metrics from the same margins: one all-reduce."""
         margins = self.margins(statistics, batch)
         with torch.no_grad():
             metrics = self._metrics(margins.detach(), statistics.map(Tensor.detach), batch)
@@ -73,7 +71,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
         """The margin of each token's pair.
 
         Raises:
-            ValueError: the batch lacks a column, or a group is no pair.
+            ValueError: the batch lacks a column, or a group is not a pair.
         """
         mask = batch.labels != -100
         reference = required(batch.ref_logprobs, "ref_logprobs", self)
@@ -105,7 +103,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
 
 
 def _check_pairs(chosen: Tensor, documents: Tensor) -> None:  # [num_groups + 1] each
-    """Refuses groups of other than one chosen and one other document; those of none are allowed."""
+    """Refuses groups of other than one chosen and one rejected document; empty ones are allowed."""
     is_pair = ((chosen - 1).abs() < _ROUNDING) & ((documents - 2).abs() < _ROUNDING)
     valid = is_pair | (documents == 0)
     message = (

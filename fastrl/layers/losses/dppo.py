@@ -22,12 +22,11 @@ class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
 
     References:
         Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, section 4.
-        Its loss has the value M r A with the same gradient; as in its code the detached weight
-        allows to truncate r without cutting off the gradient.
+        Its loss has the value M r A with the same gradient; as in its code, the detached weight
+        allows r to be truncated without cutting off the gradient.
     """
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """REINFORCE with the truncated ratio as weight where the mask is 1."""
         low, high = self.is_clipped(terms)
         ratio = terms.ratio.detach()
         if self.config.max_ratio is not None:

@@ -8,13 +8,13 @@ from fastrl.config.loss_options import EntropyConfig
 
 
 class EntropyBonus:
-    """The factor of the entropy bonus: fixed, or moved after each step towards a target entropy.
+    """The factor of the entropy bonus: fixed, or adapted after each step to a target entropy.
 
     With a target H*, after a step of mean entropy H: bonus <- clip(bonus + step) if H <= H*, else
     clip(bonus - step); it acts in the next step only if H <= H*.
 
     Args:
-        config: None stands for no bonus.
+        config: None for no bonus.
 
     References:
         Skywork-OR1, arXiv:2505.22312, section 4: adaptive entropy control.
@@ -32,11 +32,11 @@ class EntropyBonus:
 
     @property
     def can_act(self) -> bool:
-        """Whether the bonus may be other than 0 in any step: a fact of the config."""
+        """Whether the bonus may be non-zero in any step; follows from the config."""
         return self.factor > 0 or self.adaptive is not None
 
     def end_step(self, entropy: float) -> None:
-        """Moves the factor, given the mean entropy of the whole optimizer step (nats)."""
+        """Updates the factor from the mean entropy of the whole optimizer step (nats)."""
         if self.adaptive is None:
             return
         self.is_acting = entropy <= self.adaptive.target
@@ -44,7 +44,7 @@ class EntropyBonus:
         self.factor = min(max(self.factor + step, self.adaptive.low), self.adaptive.high)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
+        """State for a checkpoint."""
         return {"factor": self.factor, "is_acting": float(self.is_acting)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

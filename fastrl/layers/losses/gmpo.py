@@ -24,17 +24,14 @@ class GMPOLoss(LanguageModelPolicyGradientLoss[GMPOLossConfig]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """The document."""
         return "document"
 
     def document_log_ratios(self, log_ratios: Tensor, advantages: Tensor) -> Tensor:
-        """The clipped log-ratio of each token."""
         above = log_ratios.clamp(max=self.config.epsilon_high)
         below = log_ratios.clamp(min=-self.config.epsilon_low)
         return torch.where(advantages > 0, above, below)
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """The document's ratio times its advantage; the clip is in the ratio already."""
         return -terms.ratio * terms.advantages
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def kl_term(
     ratio: Tensor | None,  # [T]
     config: KLConfig,
 ) -> Tensor:  # [T]
-    """coefficient * KL per token, with the gradient that the config names.
+    """coefficient * KL per token, with the gradient chosen in the config.
 
         ratio:             k r,  r = new / old of the token or its document, differentiable
         straight_through:  value of k, gradient d = that of k2

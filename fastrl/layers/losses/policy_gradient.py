@@ -32,7 +32,7 @@ PolicyGradientConfigT = TypeVar("PolicyGradientConfigT", bound=PolicyGradientLos
 
 
 class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
-    """Everything around a surrogate, composed of the config's options; a subclass is its surrogate.
+    """The loss around a surrogate, by the config's options; a subclass defines the surrogate.
 
         loss = normalise(weights * surrogate(ratio, A) + kl) - bonus * mean(entropy)
 
@@ -42,7 +42,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         document_token    the value of s_d with the gradient of r_t / detach(r_t)
         document_product  W_d = exp(sum_t l_t)
         none              1; `old_logprobs` are not needed
-    Sums over a document are over the tokens of all ranks. Exponents saturate at `LOG_RATIO_BOUND`.
+    Sums over a document include the tokens of all ranks. Exponents saturate at `LOG_RATIO_BOUND`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """Which ratio the surrogate is given."""
+        """The level of the surrogate's ratio."""
         return "token"
 
     @abstractmethod
@@ -64,7 +64,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         """The loss of each token (or of its document) from ratio, advantage and logprob."""
 
     def document_log_ratios(self, log_ratios: Tensor, advantages: Tensor) -> Tensor:  # [T]
-        """The token log-ratios whose sum over the document makes its ratio."""
+        """The token log-ratios that are summed to the document's."""
         return log_ratios
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor] | None:  # [T], [T]
@@ -73,7 +73,6 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
 
     @property
     def scope(self) -> Scope:
-        """What the options need beyond the token itself."""
         config = self.config
         if config.entropy is not None and config.entropy.top_fraction is not None:
             return "batch"
@@ -88,11 +87,10 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The entropy, for a bonus or a mask."""
         return frozenset() if self.config.entropy is None else frozenset({"entropy"})
 
     def gradient_rows(self, batch: BatchKwargs) -> RowSet:
-        """Rows whose advantage, or whose document's, is not 0; with a penalty all with a label."""
+        """Rows with a non-zero advantage, or whose document has one; with a penalty all labels."""
         rows = batch.active_document_rows if self.scope == "document" else batch.active_rows
         has_penalty = self.config.kl is not None or self.entropy_bonus.can_act
         if rows is None or has_penalty or self.scope == "batch":
@@ -100,7 +98,6 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         return rows
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        """The normalised sum of the surrogate and its penalties over the labelled tokens."""
         return self.value(self.prepare(statistics, batch), batch)
 
     @torch.no_grad()
@@ -112,7 +109,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
     def with_metrics(
         self, statistics: TokenStatistics, batch: BatchKwargs
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its metrics from one preparation, with its one all-reduce."""
+        """The loss and its metrics from the same terms: one all-reduce."""
         terms = self.prepare(statistics, batch)
         value = self.value(terms, batch)
         with torch.no_grad():
@@ -139,7 +136,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         if terms.weights is not None:
             mask = mask & (terms.weights != 0)
             values = values * terms.weights
-        # Chosen, not multiplied by 0: a dropped token may have any value.
+        # Selected, not multiplied by 0: a dropped token may have any value.
         values = masked(values, mask)
         if terms.kl is not None:
             values = values + terms.kl
@@ -150,13 +147,13 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         return loss
 
     def prepare(self, statistics: TokenStatistics, batch: BatchKwargs) -> PolicyTerms:
-        """The terms of the tokens: at most one all-reduce of document sums.
+        """The terms of the tokens, with at most one all-reduce of document sums.
 
         Raises:
             ValueError: the batch lacks a column that the config needs.
         """
         mask = batch.labels != -100
-        # Replaced before any exponential: a mask after it would multiply infinities by 0.
+        # Masked before any exponential: a mask after it would multiply infinities by 0.
         logprobs = masked(statistics.logprobs, mask)
         advantages = masked(required(batch.advantages, "advantages", self), mask)
         log_ratios = torch.zeros_like(logprobs)
@@ -193,7 +190,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
     ) -> Tensor | None:
         """old - sampler of each token, current - sampler without a ratio; None without correction.
 
-        The ratio is new / old, so that either way weight and ratio are new / sampler together.
+        The ratio is new / old, so that weight times ratio is new / sampler either way.
         """
         if self.config.rollout_correction is None:
             return None

@@ -23,16 +23,16 @@ def policy_metrics(
     clipped: tuple[Tensor, Tensor] | None,  # [T], [T]
     entropy_bonus: float | None,
 ) -> dict[str, Tensor]:
-    """This part's share of the step's metrics; means are over its labels unless said otherwise.
+    """This part's share of the step's metrics; means are over its labels unless stated otherwise.
 
     Always: `loss`, `logprob`, `tokens`, `documents` (counts), `active_fraction` (tokens with weight
     and advantage), `advantage` with its moments, `ratio` with its moments (at the loss's level).
-    With the column of the batch: `old_logprob`; `kl_old_new` and `kl_old_new_k1`, of KL(old, new);
+    With the columns in the batch: `old_logprob`; `kl_old_new` and `kl_old_new_k1`, of KL(old, new);
     `kl_ref` and `kl_ref_k1`, of KL(new, reference); `kl_rollout` and `kl_rollout_k1`, of
     KL(sampler, old); `rollout_weight` = old / sampler with its moments; `staleness` and
     `staleness_max`; `reward` with its square, over the documents that have one. Those without
     `_k1` are k3 estimates. With a clip: `clip_fraction`, `_low`, `_high`. `weight`, the product of
-    all weights and masks, where there are any; `entropy`, `entropy_bonus` where they exist.
+    all weights and masks, where there are any; `entropy`, `entropy_bonus_max` likewise.
     """
     columns: dict[str, Tensor] = {"logprob": statistics.logprobs}
     columns["active_fraction"] = _active(terms).to(torch.float32)
@@ -70,7 +70,7 @@ def _active(terms: PolicyTerms) -> Tensor:
 def _divergences(
     terms: PolicyTerms, statistics: TokenStatistics, batch: BatchKwargs
 ) -> dict[str, Tensor]:
-    """Estimates of the divergences between the policies of the batch."""
+    """Estimates of the KL divergences between the policies of the batch."""
     columns: dict[str, Tensor] = {}
     if batch.old_logprobs is not None:
         columns["old_logprob"] = batch.old_logprobs

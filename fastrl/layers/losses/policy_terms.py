@@ -1,4 +1,4 @@
-"""What a policy-gradient loss makes of log-probabilities and batch, before its surrogate."""
+"""The terms of a policy-gradient loss, from log-probabilities and batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What surrogates, penalties and metrics are made of; all [T], neutral at slots without label.
+    """Inputs of surrogates, penalties and metrics; all [T], neutral at slots without label.
 
     Attributes:
         mask: slots with a label.
         logprobs: of the labels, 0 without.
         log_ratios: logprob - old_logprob of each token; 0 for a loss without ratio.
         ratio: at the loss's level, 1 for a loss without ratio.
-        advantages: of the token; the document's mean where it has one ratio.
+        advantages: of the token; the document's mean with `ratio_level` `document`.
         weights: detached product of all weights and masks; None is 1.
         kl: the penalty of each token, coefficient included; None without.
         kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.

@@ -1,4 +1,4 @@
-"""Ratios of the new to another policy, of tokens and of documents, that cannot overflow."""
+"""Ratios of two policies, of tokens and of documents, that cannot overflow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 
-# exp is taken of log-ratios within this bound (nats): e^20 = 4.9e8. Beyond it the ratio is
-# constant, so neither value nor gradient can leave the range of fp32.
+# Log-ratios are clamped to this bound (nats) before the exponential: e^20 = 4.9e8. Beyond it the
+# ratio is constant, so neither value nor gradient can leave the range of fp32.
 LOG_RATIO_BOUND = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of log-ratios that saturate at the bound, with gradient 0 beyond it."""
+    """exp of log-ratios clamped to the bound, with gradient 0 beyond it."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -31,10 +31,10 @@ def per_document(
     batch: BatchKwargs,
     groups: Sequence[ProcessGroup | None],
 ) -> dict[str, Tensor]:  # [T] each
-    """Each token's document's sum of every column: one index-add, one all-reduce for all.
+    """The document's sum of each column, at every token: one index-add and one all-reduce for all.
 
     Raises:
-        ValueError: the batch is a micro-sequence that ends inside of a document.
+        ValueError: the batch is a micro-sequence that ends inside a document.
     """
     if not columns:
         return {}

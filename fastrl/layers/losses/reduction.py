@@ -1,9 +1,9 @@
 """Metrics that add up over chunks, micro-batches and ranks.
 
-The name of a metric says how its parts are put together: `*_min` and `*_max` by minimum and
-maximum, all others by sum. A mean over tokens is therefore a sum divided by a count of the whole
-optimizer step, like a loss: the step's value is the sum of the parts' values, never a mean of
-means. What does not add up is derived from what does, at the end (`finish_metrics`).
+The suffix of a metric's name determines how its parts are combined: `*_min` and `*_max` by minimum
+and maximum, all others by sum. A mean over tokens is therefore a sum divided by a count of the
+whole optimizer step, as in a loss: the step's value is the sum of the parts' values, never a mean
+of means. What does not add up is derived at the end from what does (`finish_metrics`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def token_means(
     columns: Mapping[str, Tensor],  # [T] each
     batch: BatchKwargs,
 ) -> dict[str, Tensor]:
-    """`token_mean` of several columns at once, in few operations."""
+    """`token_mean` of several columns in one reduction."""
     means = token_mean(torch.stack(list(columns.values())), batch)
     return dict(zip(columns, means.unbind(), strict=True))
 
@@ -42,7 +42,7 @@ def token_means(
 def document_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
     """This part's share of the mean over documents of a value that is one per document."""
     shares = masked(values, batch.labels != -100) / batch.label_counts.clamp(min=1)
-    return _sum(shares) / at_least_one(batch.num_documents_in_batch)
+    return _wide(shares).sum() / at_least_one(batch.num_documents_in_batch)
 
 
 def moments(name: str, values: Tensor, batch: BatchKwargs) -> dict[str, Tensor]:  # [T]
@@ -59,7 +59,7 @@ def moments(name: str, values: Tensor, batch: BatchKwargs) -> dict[str, Tensor]:
 
 
 def add_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The metrics of several parts (micro-batches) of one step together."""
+    """The combined metrics of several parts (micro-batches) of one step."""
     names = list(dict.fromkeys(name for part in parts for name in part))
     return {
         name: _combine(name, torch.stack([part[name] for part in parts if name in part]))
@@ -86,11 +86,11 @@ def reduce_metrics(
 
 
 def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of a whole step with what is derived from their sums.
+    """Metrics of a whole step, with those derived from their sums.
 
-    `x_variance` = E[x^2] - E[x]^2 takes the place of `x_squared`; weights get `x_ess` =
-    E[x]^2 / E[x^2], their effective sample size as a share of the tokens; a mean over some of the
-    documents, whose share is `x_share`, is divided by it; an extreme of no tokens is 0.
+    `x_variance` = E[x^2] - E[x]^2 replaces `x_squared`; weights have `x_ess` = E[x]^2 / E[x^2],
+    their effective sample size as a share of the tokens; a mean over some of the documents is
+    divided by their share `x_share`; an extreme of no tokens is 0.
     """
     finished: dict[str, Tensor] = {}
     for name, value in metrics.items():
@@ -113,7 +113,7 @@ def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _combine(name: str, parts: Tensor) -> Tensor:  # [N]
-    """The one place that knows how the parts of a metric are put together."""
+    """The parts of a metric, combined by the suffix of its name."""
     if name.endswith("_min"):
         return parts.amin(0)
     if name.endswith("_max"):
@@ -121,12 +121,8 @@ def _combine(name: str, parts: Tensor) -> Tensor:  # [N]
     return parts.sum(0)
 
 
-def _sum(values: Tensor) -> Tensor:
-    return _wide(values).sum()
-
-
 def _wide(values: Tensor) -> Tensor:
-    """float64, where the device has it: sums then do not depend on the split."""
+    """`values` in float64 where the device has it: sums then do not depend on the split."""
     return values.float() if values.device.type == "mps" else values.double()
 
 

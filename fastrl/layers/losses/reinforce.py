@@ -23,9 +23,7 @@ class ReinforceLoss(LanguageModelPolicyGradientLoss[ReinforceLossConfig]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """No ratio."""
         return "none"
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """The negative advantage times the log-probability."""
         return -terms.advantages * terms.logprobs

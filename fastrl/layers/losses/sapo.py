@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in the place of the clip."""
+"""SAPO: a soft gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ class SAPOLoss(LanguageModelPolicyGradientLoss[SAPOLossConfig]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """As in the config."""
         return self.config.ratio_level
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """The gated ratio times the advantage."""
         positive = terms.advantages > 0
         ones = torch.ones_like(terms.ratio)
         tau = torch.where(

@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight of the whole document's ratio."""
+"""VESPO: a smooth weight from the product of the document's ratios."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ class VESPOLoss(LanguageModelPolicyGradientLoss[VESPOLossConfig]):
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """The whole document, without a mean."""
         return "document_product"
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
-        """REINFORCE with phi(W) as weight."""
         config, ratio = self.config, terms.ratio.detach()
         positive = terms.advantages >= 0
         ones = torch.ones_like(ratio)

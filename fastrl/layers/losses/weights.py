@@ -23,7 +23,7 @@ def rollout_weights(
     Args:
         log_weights: log w, without gradient, of each token, or of its document (the sum of its
             tokens' for `mean: product`, their mean for `mean: geometric`).
-        config: bounds and mode.
+        config: of the correction.
 
     References:
         Truncated: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -43,7 +43,7 @@ def off_policy_mask(
     advantages: Tensor,  # [T]
     threshold: float,
 ) -> Tensor:  # [T]
-    """Whether a token stays: A >= 0, or mean over its document of behaviour - new <= threshold.
+    """Whether a token is kept: A >= 0, or its document's mean of behaviour - new <= threshold.
 
     References:
         DeepSeek-V3.2, arXiv:2512.02556, equation 9.
