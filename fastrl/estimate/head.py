@@ -12,8 +12,14 @@ import torch
 from fastrl.config.losses import AnyLossConfig, HeadOptions
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.full_rows import TENSORS_PER_CHUNK
-from fastrl.functional.head.tiling import BLOCK_COLUMNS, even_chunk, recompute_tiling, spans
-from fastrl.layers.head_plan import HeadRows, chunk_ends
+from fastrl.functional.head.tiling import (
+    BLOCK_COLUMNS,
+    even_chunk,
+    recompute_tiling,
+    single_pass_rows,
+    spans,
+)
+from fastrl.layers.head_plan import HeadRows, chunk_ends, needs_of
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
 # Bound of `kernels.linear` for one launch with statistics only.
@@ -152,8 +158,7 @@ def _pass_ops(
         most = _TENSORS_OF_SEARCH if not options.keep.recorded else TENSORS_PER_CHUNK
         return [_full_rows(f"{names}: keep-set, recompute", options, shape, most)]
     ops = [_recompute(names, options, shape)]
-    needs = frozenset[str]().union(*(loss.needs for loss in losses.values()))
-    if needs & frozenset(STATISTIC_NAMES):
+    if needs_of(losses) & frozenset(STATISTIC_NAMES):
         ops.append(
             _full_rows(f"{names}: label smoothing, recompute", options, shape, TENSORS_PER_CHUNK)
         )
@@ -161,7 +166,7 @@ def _pass_ops(
 
 
 def _single_pass(names: str, ends: Sequence[int], itemsize: int, shape: HeadShape) -> HeadOp:
-    """`functional.linear_loss`: all gradients are formed in the forward."""
+    """`single_pass`: all gradients are formed in the forward."""
     most = max((stop - start for start, stop in pairwise([0, *ends])), default=0)
     weight = shape.columns * shape.hidden_size
     num_chunks = len(ends)
@@ -199,7 +204,7 @@ def _sum_of_hidden(shape: HeadShape) -> Memory:
 
 
 def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
-    """`functional.linear_logprobs`: statistics in the forward, logits again in the backward."""
+    """`recompute`: statistics in the forward, logits again in the backward."""
     size, narrow, wide = shape.hidden_size, shape.narrow, shape.wide
     bounds = (options.chunk_size, options.max_logits_bytes)
     vectors = Memory(_VECTORS, _ROW_BYTES * shape.tokens)
@@ -229,10 +234,11 @@ def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
 
 
 def _full_rows(what: str, options: HeadOptions, shape: HeadShape, num_tensors: int) -> HeadOp:
-    """`functional.linear_rows`: whole rows of logits, `num_tensors` of a chunk's size at most."""
+    """`full_rows`: whole rows of logits, `num_tensors` of a chunk's size at most."""
     size, wide = shape.hidden_size, shape.wide
-    most = max(options.max_logits_bytes // (TENSORS_PER_CHUNK * wide * shape.columns), 1)
-    num_rows = even_chunk(shape.labelled, min(most, options.chunk_size or most))
+    bounds = (options.chunk_size, options.max_logits_bytes)
+    most = single_pass_rows(shape.columns, TENSORS_PER_CHUNK * wide, *bounds)
+    num_rows = even_chunk(shape.labelled, most)
     chunk = num_rows * shape.columns * wide
     logits = [*shape.gathered(), Memory(_LOGITS, num_tensors * chunk)]
     weight = shape.columns * size * wide

@@ -97,7 +97,7 @@ def plan_head(
             by_scale.setdefault(loss.config.logits_scale, {})[name] = loss
     plans: list[HeadPlan] = []
     for scale, same in sorted(by_scale.items(), key=lambda item: (item[0] != 1, item[0])):
-        needs = _needs(same)
+        needs = needs_of(same)
         scaled = _at_scale(batch, scale)
         active = _rows_of_all(scaled, [loss.gradient_rows(scaled) for loss in same.values()])
         has_logprobs = return_logprobs and scale == 1
@@ -218,7 +218,7 @@ def chunk_ends(
     scopes = {loss.scope for loss in losses.values()}
     ends: list[int] | None = None
     reason = None
-    if config.keep is not None or _needs(losses) & frozenset(STATISTIC_NAMES):
+    if config.keep is not None or needs_of(losses) & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
     elif scopes & {"group", "batch"}:
         reason = "pairs and entropy quantiles need tokens outside of a chunk"
@@ -241,7 +241,7 @@ def chunk_ends(
     return ends
 
 
-def _needs(losses: Losses) -> frozenset[str]:
+def needs_of(losses: Losses) -> frozenset[str]:
     """The optional statistics that any of the losses is a function of."""
     return frozenset().union(*(loss.needs for loss in losses.values()))
 

@@ -268,7 +268,7 @@ class LanguageModelHead(nn.Module):
         for name, loss in plan.losses.items():
             if self.config.metrics:
                 value, of_loss = loss.with_metrics(statistics, plan.batch)
-                metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
+                metrics |= _named(name, of_loss)
             else:
                 value = loss(statistics, plan.batch)
             terms.append(loss.config.weight * value)
@@ -293,8 +293,7 @@ class LanguageModelHead(nn.Module):
         metrics: dict[str, Tensor] = {}
         if self.config.metrics:
             for name, loss in losses.items():
-                of_loss = loss.metrics(statistics, plan.batch)
-                metrics |= {f"{name}/{metric}": number for metric, number in of_loss.items()}
+                metrics |= _named(name, loss.metrics(statistics, plan.batch))
         return _PassResult(value, metrics, statistics)
 
     def _statistics(self, plan: HeadPlan, hidden_states: Tensor) -> TokenStatistics:
@@ -370,6 +369,11 @@ class LanguageModelHead(nn.Module):
                 "`teacher` must not be given without a loss of type `distillation` in training"
                 f" mode: it has no effect, the losses are {list(self.losses)}."
             )
+
+
+def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The metrics of the loss `name`."""
+    return {f"{name}/{metric}": value for metric, value in metrics.items()}
 
 
 def _keep_set(config: KeepSetConfig, batch: BatchKwargs) -> KeepSet:

@@ -16,7 +16,7 @@ from fastrl.training.rollouts import Rollouts, to_rollouts, with_advantages
 
 
 class RolloutFiles:
-    """The documents of rollout files; a file is read and checked once for all phases of a run.
+    """The documents of rollout files; phases that read a file in the same way share it.
 
     Args:
         vocab_size: of the model; ids must be below it.

@@ -1,7 +1,8 @@
 """Where phases get their documents: the environment's answers, the sampler, or rollout files.
 
 Every source is built once and checked before the run begins. The documents of later phases are
-thus in memory from the start; a rollout file that several phases read is there once.
+thus in memory from the start; a rollout file that several phases read in the
+same way is there once.
 """
 
 from __future__ import annotations

@@ -112,5 +112,6 @@ def to_rollouts(
         metrics = {"reward": fmean(rewards), **metrics}
     labelled = [document for document in documents if document.has_labels]
     active = [document for document in without_zero_groups(labelled) if document.has_labels]
-    metrics["active_groups"] = len(group_by_prompt(active)) / len(group_by_prompt(documents))
-    return Rollouts(active if config.zero_variance == "drop" else labelled, metrics, samples)
+    share = len(group_by_prompt(active)) / len(group_by_prompt(documents))
+    kept = active if config.zero_variance == "drop" else labelled
+    return Rollouts(kept, {**metrics, "active_groups": share}, samples)
