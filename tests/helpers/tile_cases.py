@@ -1,9 +1,11 @@
-"""Tiles of logits for kernels, and the truth about them in float64."""
+"""Tiles of logits for kernels on the default device, and the truth about them in float64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,8 +14,12 @@ from fastrl.functional.head.torch_rows import row_gradient, update_row_statistic
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
-# Relative error of rounding to bf16: the interpreter cuts off where a GPU rounds to nearest.
-BF16 = 8e-3 if not torch.cuda.is_available() else 3e-3
+# Without a GPU, kernels run in Triton's interpreter.
+INTERPRETED = not torch.cuda.is_available()
+# Of products with epilogues; the interpreter multiplies bf16 as integers.
+OPERAND_DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+# Relative error of one number in bf16: the interpreter cuts off where a GPU rounds to nearest.
+BF16_ERROR = 8e-3 if INTERPRETED else 2**-8
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,11 @@ class TileCase:
     logit_scale: float = 1.0
     spread: float = 2.0
     offset: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """What the error of a product is proportional to."""
+        return max(self.spread, abs(self.offset))
 
     @property
     def transform(self) -> LogitTransform:
@@ -96,6 +107,27 @@ TILE_CASES = (
 )
 
 
+def large_cases(*others: object) -> list[Any]:
+    """Parameters of a test, on a GPU only: a case of several tiles, followed by `others`."""
+    cases = [
+        replace(case, num_rows=rows, num_columns=case.num_columns * 37)
+        for case in TILE_CASES
+        for rows in (5, 700)
+    ]
+    sizes = (1, 127, 128, 129, 1000, 32000, 129920)
+    cases += [TileCase(f"V {size}", num_columns=size) for size in sizes]
+    suffix = "".join(f" {other}" for other in others).replace("torch.", "")
+    return [
+        pytest.param(
+            case,
+            *others,
+            marks=pytest.mark.gpu,
+            id=f"{case.name} {case.num_rows}x{case.num_columns}{suffix}",
+        )
+        for case in cases
+    ]
+
+
 def true_statistics(
     running: Tensor,  # [4, R]
     products: Tensor,
@@ -145,14 +177,19 @@ def finished(running: Tensor) -> TokenStatistics:
 
 
 def new_running(num_rows: int) -> Tensor:
-    """Statistics of no columns."""
-    return new_running_statistics(num_rows, torch.float32, torch.device("cpu"))
+    """Statistics of no columns, on the default device."""
+    return new_running_statistics(num_rows, torch.float32, torch.get_default_device())
+
+
+def tolerance(case: TileCase) -> float:
+    """Absolute error of a case's statistics, in nats."""
+    return (2e-6 if INTERPRETED else 4e-6) * case.size / min(case.temperature, 1.0)
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
     """||result - truth|| / ||truth||, NaN if anything is NaN."""
-    scale = truth.double().norm().clamp_min(1e-30)
-    return float((result.double() - truth.double()).norm() / scale)
+    result, truth = result.detach().double(), truth.detach().double()
+    return float((result - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
 def _double(tile: VocabularyTile) -> VocabularyTile:
