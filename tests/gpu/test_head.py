@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from fastrl import (
-    Document,
-    TokenBatch,
-    linear_logprobs,
-)
+from fastrl import Document, TokenBatch, linear_logprobs
 from tests.helpers.gpu_heads import BF16, grpo_batch, grpo_head
-from tests.helpers.head_cases import CASES, HeadCase
+from tests.helpers.tile_cases import relative_error
 
 pytestmark = pytest.mark.gpu
 
 STRATEGIES = ("single_pass", "recompute")
-
-
-def relative_error(result: Tensor, truth: Tensor) -> float:
-    result, truth = result.detach().double(), truth.detach().double()
-    return float((result - truth).norm() / truth.norm().clamp_min(1e-30))
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("hidden_size", [5, 64], ids=["rows", "fused"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_the_reference(case: HeadCase, hidden_size: int, dtype: torch.dtype) -> None:
-    case = replace(case, hidden_size=hidden_size)
-    tensors = case.tensors(dtype, "cuda")
-    wide = tensors.in_float64()
-    statistics = linear_logprobs(
-        tensors.hidden_states,
-        tensors.weight,
-        tensors.labels,
-        entropy=True,
-        **tensors.options,  # type: ignore[arg-type]
-    )
-    expected = wide.reference()
-    size = (1e-12 if dtype == torch.float64 else 4e-6 * hidden_size**0.5) * case.spread
-    for result, true in zip(statistics.vectors(), expected.vectors(), strict=True):
-        torch.testing.assert_close(result.double(), true, rtol=1e-5, atol=10 * size)
-    upstream = tensors.upstream()
-
-    def total(vectors: list[Tensor]) -> Tensor:
-        return torch.stack([(v * u).sum() for v, u in zip(vectors, upstream, strict=True)]).sum()
-
-    grads = torch.autograd.grad(total(statistics.vectors()), tensors.inputs)
-    true_grads = torch.autograd.grad(total(expected.vectors()), wide.inputs, materialize_grads=True)
-    bound = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, BF16: 6e-3}[dtype]
-    for grad, true in zip(grads, true_grads, strict=True):
-        assert grad.dtype == dtype
-        assert relative_error(grad, true) < bound + 10 * size
 
 
 @pytest.mark.parametrize("entropy", [0.0, 0.01], ids=["", "entropy"])

@@ -28,24 +28,27 @@ class HeadCase:
     spread: float = 1.0
     impossible: tuple[int, ...] = ()  # vocabulary entries with a bias of -inf
 
-    def tensors(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> HeadTensors:
-        """Inputs drawn from a generator of their own; the same for every caller."""
+    def tensors(
+        self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+    ) -> HeadTensors:
+        """Inputs drawn from a generator of their own; the same for every caller and device."""
         generator = torch.Generator().manual_seed(1234)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
         rows = self.vocab_size + self.padding
         hidden = normal(self.num_tokens, self.hidden_size) * self.spread
         weight, bias = normal(rows, self.hidden_size), normal(rows)
         bias[list(self.impossible)] = -torch.inf
         possible = [v for v in range(self.vocab_size) if v not in self.impossible]
-        picks = torch.randint(len(possible), (self.num_tokens,), generator=generator)
-        labels = torch.tensor(possible)[picks]
+        size = (self.num_tokens,)
+        picks = torch.randint(len(possible), size, generator=generator, device="cpu")
+        labels = torch.tensor(possible, device="cpu")[picks]
         labels[[slot for slot in self.unlabelled if slot < self.num_tokens]] = -100
         temperature: float | Tensor = 1.0
         if isinstance(self.temperature, str):
-            temperature = torch.linspace(0.4, 1.6, self.num_tokens, dtype=torch.float64)
+            temperature = torch.linspace(0.4, 1.6, *size, dtype=torch.float64, device="cpu")
         else:
             temperature = self.temperature
         return HeadTensors(
@@ -103,7 +106,7 @@ class HeadTensors:
         """Upstream gradients of logprobs, entropy and logsumexp."""
         generator = torch.Generator().manual_seed(99)
         shape, device = self.labels.shape, self.labels.device
-        draws = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+        draws = torch.randn(3, *shape, generator=generator, dtype=torch.float64, device="cpu")
         return [draw.to(device) for draw in draws]
 
 
