@@ -128,29 +128,37 @@ def test_v5_padding_rows_of_the_weight() -> None:
         linear_logprobs(hidden, weight, torch.tensor([4]), vocab_size=4)
 
 
-def test_i1_same_call_twice_is_bit_equal_and_shapes_agree() -> None:
+@pytest.mark.parametrize(("depth", "spread"), [(16, 1.0), (256, 0.1)])
+def test_i1_same_call_twice_is_bit_equal_and_shapes_agree(
+    depth: int, spread: float, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(64, 16, generator=generator).bfloat16()
-    weight = torch.randn(1000, 16, generator=generator).bfloat16().requires_grad_()
-    labels = torch.randint(1000, (64,), generator=generator)
+    hidden = torch.randn(64, depth, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(1000, depth, generator=generator) * spread).to(device, torch.bfloat16)
+    weight.requires_grad_()
+    labels = torch.randint(1000, (64,), generator=generator).to(device)
     old = linear_logprobs(hidden, weight, labels).logprobs
     assert torch.equal(old, linear_logprobs(hidden, weight, labels).logprobs)
     with torch.no_grad():
         assert torch.equal(old, linear_logprobs(hidden, weight, labels).logprobs)
-    order = torch.randperm(64, generator=generator)
-    variants = [
-        linear_logprobs(hidden, weight, labels, chunk_size=size).logprobs for size in (1, 8, 64)
-    ]
-    variants.append(linear_logprobs(hidden[order], weight, labels[order]).logprobs[order.argsort()])
+    order = torch.randperm(64, generator=generator).to(device)
+    variants = [linear_logprobs(hidden[order], weight, labels[order]).logprobs[order.argsort()]]
+    for size in (1, 8, 64):
+        variants.append(linear_logprobs(hidden, weight, labels, chunk_size=size).logprobs)
+        parts = [
+            linear_logprobs(some_hidden, weight, some_labels).logprobs
+            for some_hidden, some_labels in zip(hidden.split(size), labels.split(size), strict=True)
+        ]
+        variants.append(torch.cat(parts))
     for logprobs in variants:
         ratio = (logprobs - old).exp()
         assert (ratio - 1).abs().max() <= 1e-5
 
 
-def test_i3_weight_gradient_of_many_chunks_is_summed_in_fp32() -> None:
-    hidden = torch.full((1024, 1), 0.01).bfloat16()
-    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.zeros(1024, dtype=torch.int64)
+def test_i3_weight_gradient_of_many_chunks_is_summed_in_fp32(device: torch.device) -> None:
+    hidden = torch.full((1024, 1), 0.01, device=device).bfloat16()
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
+    labels = torch.zeros(1024, dtype=torch.int64, device=device)
     # Two equal logits: d logprob / d weight[0] = (1 - 1/2) hidden.
     logprobs = linear_logprobs(hidden, weight, labels, chunk_size=1).logprobs
     (grad,) = torch.autograd.grad(2 * logprobs.sum(), [weight])
@@ -203,22 +211,33 @@ def test_s4_bias_counts_and_is_trained(max_logits_bytes: int) -> None:
     torch.testing.assert_close(grad, torch.tensor([0.25, -0.25], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("form", ["plain", "expanded", "strided", "twice"])
-def test_w1_each_token_has_its_own_upstream_gradient(form: str) -> None:
-    hidden = torch.eye(2, dtype=torch.float64, requires_grad=True)
-    weight = torch.eye(2, dtype=torch.float64, requires_grad=True)
-    nll = -linear_logprobs(hidden, weight, torch.tensor([0, 0])).logprobs
-    upstream = torch.tensor([0.0, 2.0], dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("dtype", "depth"),
+    [(torch.float64, 2), (torch.bfloat16, 2), (torch.bfloat16, 8)],
+    ids=["float64", "bf16", "bf16 fused"],
+)
+@pytest.mark.parametrize("form", ["plain", "expanded", "strided"])
+def test_w1_each_token_has_its_own_upstream_gradient(
+    form: str, dtype: torch.dtype, depth: int, device: torch.device
+) -> None:
+    hidden = torch.eye(2, depth, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.eye(2, depth, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    logprobs = linear_logprobs(hidden, weight, labels).logprobs
+    upstream, first_row = logprobs.new_tensor([0.0, -2.0]), [0.0, 0.0]
     if form == "expanded":
-        upstream = torch.tensor([2.0], dtype=torch.float64).expand(2)
-        nll = nll * torch.tensor([0.0, 1.0], dtype=torch.float64)
+        upstream, first_row = logprobs.new_tensor([-2.0]).expand(2), [-0.537883, 0.537883]
     elif form == "strided":
-        upstream = torch.tensor([0.0, 7.0, 2.0, 7.0], dtype=torch.float64)[::2]
-    for _ in range(2 if form == "twice" else 1):
-        grads = torch.autograd.grad(nll, [hidden, weight], upstream, retain_graph=True)
-    expected = torch.tensor([[0, 0], [-1.462117, 1.462117]], dtype=torch.float64)
-    torch.testing.assert_close(grads[0], expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(grads[1], expected.T, atol=1e-6, rtol=0)
+        upstream = logprobs.new_tensor([0.0, 7.0, -2.0, 7.0])[::2]
+    expected = torch.zeros(2, depth, dtype=torch.float64, device=device)
+    expected[:, :2] = torch.tensor([first_row, [-1.462117, 1.462117]])
+    other = torch.zeros_like(expected)
+    other[:, :2] = expected[:, :2].T
+    rtol = 4e-3 if dtype == torch.bfloat16 else 0
+    for _ in range(2):  # two backwards of one graph
+        grads = torch.autograd.grad(logprobs, [hidden, weight], upstream, retain_graph=True)
+        for grad, true in zip(grads, (expected, other), strict=True):
+            torch.testing.assert_close(grad.double(), true, atol=1e-6, rtol=rtol)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
@@ -248,24 +267,40 @@ def test_w3_exactly_the_demanded_gradients(needs: tuple[bool, ...], mode: str) -
     assert [tensor.grad is not None for tensor in tensors] == list(needs)
 
 
-def test_l1_strided_inputs_equal_contiguous_ones() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "depth", "vocab_size"), [(torch.float32, 7, 9), (torch.bfloat16, 64, 300)]
+)
+def test_l1_strided_inputs_equal_contiguous_ones(
+    dtype: torch.dtype, depth: int, vocab_size: int, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    base = torch.randn(5, 3, 7, generator=generator)
-    weight = torch.randn(7, 9, generator=generator)
-    labels = torch.randint(9, (15,), generator=generator)
-    every_other = torch.stack([labels, labels.flip(0)], 1).flatten()[::2]
-    variants = [
-        (base.transpose(0, 1).flatten(0, 1), weight.T, labels),
-        (base.flatten(0, 1).T.contiguous().T, weight.T, labels),
-        (base[0, :1].expand(15, 7), weight.T, labels),
-        (base.flatten(0, 1)[:, 1:], weight.T[:, 1:], labels),
-        (base.flatten(0, 1), weight.T, every_other),
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+
+    base, scale = normal(5, 3, depth), 2.4 / depth**0.5
+    hiddens = [
+        base.transpose(0, 1).flatten(0, 1),
+        base.flatten(0, 1).T.contiguous().T,
+        base[0, :1].expand(15, depth),
+        normal(15, depth + 1)[:, 1:],
+        normal(30, depth)[::2],
     ]
-    for variant in variants:
+    weights = [
+        normal(vocab_size, depth, scale=scale),
+        normal(depth, vocab_size, scale=scale).T,
+        normal(vocab_size, depth + 8, scale=scale)[:, 4:-4],
+    ]
+    labels = torch.randint(vocab_size, (15,), generator=generator).to(device)
+    every_other = torch.stack([labels, labels.flip(0)], 1).flatten()[::2]
+    rtol, atol = (8e-3, 2e-3) if dtype == torch.bfloat16 else (0.0, 1e-6)
+    if device.type == "cuda" and dtype == torch.float32:
+        atol = 1e-5  # other strides, another matrix product
+    for strided in itertools.product(hiddens, weights, [labels, every_other]):
         results = []
-        for hidden, head, target in (variant, tuple(t.contiguous() for t in variant)):
-            inputs = [hidden.detach().requires_grad_(), head.detach().requires_grad_()]
-            logprobs = linear_logprobs(inputs[0], inputs[1], target).logprobs
+        for hidden, weight, target in (strided, tuple(t.contiguous() for t in strided)):
+            inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+            logprobs = linear_logprobs(inputs[0], inputs[1], target, entropy=True).logprobs
             results.append((logprobs, *torch.autograd.grad(logprobs.sum(), inputs)))
-        for strided, contiguous in zip(*results, strict=True):
-            torch.testing.assert_close(strided, contiguous, rtol=0, atol=1e-6)
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)

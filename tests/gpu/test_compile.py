@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl import BatchKwargs
-from tests.helpers.gpu_heads import BF16, grpo_batch, grpo_head
+from tests.helpers.bf16_heads import BF16, grpo_batch, grpo_head
 
 # torch warns of itself when it compiles.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

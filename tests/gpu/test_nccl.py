@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fastrl import LanguageModelHead, LanguageModelHeadConfig
 from fastrl.parallel import ParallelGroups, vocab_shard
-from tests.helpers.gpu_heads import grpo_batch
+from tests.helpers.bf16_heads import grpo_batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,6 +22,7 @@ from fastrl.config import GRPOLossConfig
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses import GRPOLoss
 from tests.helpers.batches import pack
+from tests.helpers.bf16_heads import grpo_batch, grpo_head
 
 STRATEGIES = ["recompute", "single_pass"]
 CROSS_ENTROPY = {"answers": {"type": "cross_entropy"}}
@@ -201,20 +202,43 @@ def test_m2_old_logprobs_meet_their_own_tokens(alignment: str) -> None:
         batch.replace(old_logprobs=torch.zeros(3))
 
 
-def test_i1_ratio_is_exactly_one_on_policy() -> None:
-    config = {"hidden_size": 8, "vocab_size": 50, "losses": {"policy": {"type": "gspo"}}}
-    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config), dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(50, (40,), generator=generator).tolist()
-    batch = pack([Document(tokens=tokens, prompt_length=3, advantage=1.0, logprobs=[0.0] * 40)])
-    hidden = torch.randn(40, 8, generator=generator).bfloat16()
-    head.eval()
-    old = head(hidden, batch).logprobs
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("loss", "depth", "vocab_size"), [("gspo", 8, 50), ("grpo", 256, 1000)])
+def test_i1_ratio_is_one_on_policy(
+    loss: str, depth: int, vocab_size: int, strategy: str, device: torch.device
+) -> None:
+    losses = {"policy": {"type": loss}}
+    head = grpo_head(depth, vocab_size, device=device, strategy=strategy, losses=losses)
+    batch = grpo_batch(2, 90, vocab_size, device=device)
+    hidden = torch.randn(batch.num_tokens, depth).to(device, torch.bfloat16).requires_grad_()
+    with torch.no_grad():
+        old = head.eval()(hidden, batch).logprobs
     head.train()
-    output = head(hidden, batch.replace(old_logprobs=old))
-    assert output.metrics["policy/ratio"].item() == pytest.approx(1.0, abs=1e-6)
-    assert output.metrics["policy/kl_old_new"].item() == 0
+    output = head(hidden, batch.replace(old_logprobs=old), return_logprobs=True)
+    # On a GPU the chunks of one pass and the forward alone are not the same kernel.
+    bound = 0.0 if device.type == "cpu" else 1e-5
+    assert ((output.logprobs - old).exp() - 1).abs().max() <= bound
+    assert output.metrics["policy/ratio"].item() == pytest.approx(1.0, abs=1e-6 + bound)
+    assert abs(output.metrics["policy/kl_old_new"].item()) <= bound
     assert output.metrics["policy/clip_fraction"].item() == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_i3_many_chunks_add_up_in_fp32(strategy: str, device: torch.device) -> None:
+    """1024 chunks of one token, each adding the same to an entry: a bf16 sum would stop early."""
+    depth, vocab_size, count = 64, 8, 1024
+    head = grpo_head(
+        depth, vocab_size, device=device, strategy=strategy, chunk_size=1, metrics=False
+    )
+    torch.nn.init.zeros_(head.weight)
+    logprobs = [-math.log(vocab_size)] * count
+    document = Document(tokens=[0] * (count + 1), prompt_length=1, logprobs=logprobs, advantage=1.0)
+    batch = pack([document]).to(device)
+    hidden = torch.ones(count + 1, depth, device=device, dtype=torch.bfloat16, requires_grad=True)
+    loss = head(hidden, batch).loss
+    loss.backward(torch.tensor(float(count), device=device))
+    assert head.weight.grad is not None
+    assert head.weight.grad[0, 0].item() == pytest.approx(-count * 0.875, rel=4e-3)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -31,6 +31,7 @@ from tests.helpers.batches import (
     ragged_documents,
     reference_loss,
 )
+from tests.helpers.bf16_heads import grpo_batch, grpo_head
 
 LOSSES: dict[str, dict[str, object]] = {
     "cross_entropy": {"type": "cross_entropy"},
@@ -200,16 +201,25 @@ def test_no_grad_computes_the_loss_alone() -> None:
     torch.testing.assert_close(output.loss, head(content_hidden(batch), batch).loss.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
-def test_two_backwards_of_one_graph(strategy: str) -> None:
-    batch = pack(ragged_documents())
-    head = padded_head(losses={"policy": LOSSES["grpo"]}, strategy=strategy)
-    loss = head(content_hidden(batch), batch).loss
-    (3 * loss).backward(retain_graph=True)  # not 1: scaling in place would show in the second
-    (once,) = torch.autograd.grad(head(content_hidden(batch), batch).loss, [head.weight])
+def test_two_backwards_of_one_graph(
+    strategy: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = grpo_batch(4, 60, 500, device=device)
+    head = grpo_head(64, 500, device=device, strategy=strategy).to(dtype)
+    hidden = torch.randn(batch.num_tokens, 64).to(device, dtype).requires_grad_()
+    inputs = (hidden, head.weight)
+    loss = head(hidden, batch).loss
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    (4 * loss).backward(retain_graph=True)  # not 1: scaling in place would show in what follows
+    second = torch.autograd.grad(-2 * loss, inputs, retain_graph=True)
     (loss * -2).backward()
-    assert head.weight.grad is not None
-    torch.testing.assert_close(head.weight.grad, once)
+    once = torch.autograd.grad(head(hidden, batch).loss, inputs)
+    for grads in zip(inputs, once, first, second, strict=True):
+        total, alone, one, minus_two = grads
+        assert torch.equal(-2 * one, minus_two)
+        torch.testing.assert_close(total.grad, 2 * alone)
 
 
 def test_auto_takes_one_pass_where_documents_are_whole_and_fit() -> None:

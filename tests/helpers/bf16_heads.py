@@ -1,4 +1,4 @@
-"""A head in bf16 on the GPU, and batches for it."""
+"""A head in bf16, on the GPU unless told otherwise, and batches for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from fastrl import BatchKwargs, Document, LanguageModelHead, LanguageModelHeadCo
 BF16 = torch.bfloat16
 
 
-def grpo_batch(num_documents: int, length: int, vocab_size: int, **changes: Any) -> BatchKwargs:
+def grpo_batch(
+    num_documents: int,
+    length: int,
+    vocab_size: int,
+    *,
+    device: torch.device | str = "cuda",
+    **changes: Any,
+) -> BatchKwargs:
     generator = torch.Generator().manual_seed(5)
     documents = [
         Document(
@@ -23,12 +30,14 @@ def grpo_batch(num_documents: int, length: int, vocab_size: int, **changes: Any)
         for i in range(num_documents)
     ]
     (batch,) = TokenBatch.from_documents(documents).to_kwargs()
-    return batch.to("cuda").replace(**changes)
+    return batch.to(device).replace(**changes)
 
 
-def grpo_head(hidden_size: int, vocab_size: int, **config: Any) -> LanguageModelHead:
+def grpo_head(
+    hidden_size: int, vocab_size: int, *, device: torch.device | str = "cuda", **config: Any
+) -> LanguageModelHead:
     loss = {"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
     defaults = {"hidden_size": hidden_size, "vocab_size": vocab_size, "losses": {"policy": loss}}
     return LanguageModelHead(
-        LanguageModelHeadConfig.model_validate(defaults | config), device="cuda", dtype=BF16
+        LanguageModelHeadConfig.model_validate(defaults | config), device=device, dtype=BF16
     )
