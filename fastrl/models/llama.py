@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.config.model import Llama3RopeConfig, LlamaConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.head.matmul import compute_dtype, matmul
+from fastrl.functional.head.matmul import accumulation_dtype, matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.models.attention import Attend, KVCache
 from fastrl.models.split_attention import Pieces, packed_attention
@@ -71,7 +71,7 @@ class Rotary:
         dtype: torch.dtype,
     ) -> Self:
         """The rotary embedding of `positions` for a model that computes in `dtype`."""
-        dtype = compute_dtype(dtype)
+        dtype = accumulation_dtype(dtype)
         angles = positions[:, None].to(dtype) * rope_frequencies(config, positions.device, dtype)
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.kernels.arguments import LogitTransform, VocabularyTile
 from fastrl.parallel import ParallelGroups
 
@@ -66,7 +66,7 @@ class HeadCall:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of logits, statistics and sums."""
-        return compute_dtype(self.weight.dtype)
+        return accumulation_dtype(self.weight.dtype)
 
     def on(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCall:
         """The same call on other tensors: those that autograd saved."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl.functional.head.call import CallOptions, HeadCall
-from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
@@ -52,7 +52,7 @@ def check_inputs(
     _check_transform(transform, labels)
     if isinstance(transform.temperature, Tensor):
         # A wider temperature would widen the logits, tile by tile.
-        temperature = transform.temperature.to(compute_dtype(hidden_states.dtype))
+        temperature = transform.temperature.to(accumulation_dtype(hidden_states.dtype))
         transform = replace(transform, temperature=temperature)
     _check_options(options)
     return HeadCall(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """dtype of logits, statistics and sums: at least fp32; float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -15,10 +15,10 @@ def matmul(
     a: Tensor,  # [M, K]
     b: Tensor,  # [K, N]
 ) -> Tensor:  # [M, N]
-    """a b in `compute_dtype`, without rounding the result to the operands' dtype."""
+    """a b in `accumulation_dtype`, without rounding the result to the operands' dtype."""
     if _has_wide_results(a, b):
         return torch.mm(a, b, out_dtype=torch.float32)
-    dtype = compute_dtype(b.dtype)
+    dtype = accumulation_dtype(b.dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
@@ -28,8 +28,8 @@ def matmul_rounded(
     *,
     out: Tensor,  # [M, N]
 ) -> None:
-    """out = a b, summed in `compute_dtype` and rounded once to out's dtype."""
-    dtype = compute_dtype(b.dtype)
+    """out = a b, summed in `accumulation_dtype` and rounded once to out's dtype."""
+    dtype = accumulation_dtype(b.dtype)
     if _has_wide_results(a, b) and out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif _has_wide_results(a, b) and out.dtype == dtype:
@@ -41,7 +41,7 @@ def matmul_rounded(
 
 
 def add_matmul_(
-    total: Tensor,  # [M, N] in compute_dtype
+    total: Tensor,  # [M, N] in accumulation_dtype
     a: Tensor,  # [M, K]
     b: Tensor,  # [K, N]
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastrl.functional.head.matmul import add_matmul_, compute_dtype, matmul, matmul_rounded
+from fastrl.functional.head.matmul import add_matmul_, accumulation_dtype, matmul, matmul_rounded
 from fastrl.kernels import can_run
 
 
@@ -18,11 +18,11 @@ class ScaledRows:
     factors: Tensor | None  # [R] fp32
 
     def times(self, weight: Tensor) -> Tensor:
-        """matrix W [R, D], in `compute_dtype`; the caller applies the factors."""
+        """matrix W [R, D], in `accumulation_dtype`; the caller applies the factors."""
         return matmul(self.matrix, weight)
 
     def transposed_times(self, hidden: Tensor, out: Tensor) -> None:
-        """out [S, D] = (factors matrix)^T h, summed in `compute_dtype` and rounded to out's."""
+        """out [S, D] = (factors matrix)^T h, summed in `accumulation_dtype` and rounded to out's."""
         matmul_rounded(self.matrix.t(), self._scaled(hidden), out=out)
 
     def add_transposed_times(self, hidden: Tensor, total: Tensor) -> None:
@@ -30,12 +30,12 @@ class ScaledRows:
         add_matmul_(total, self.matrix.t(), self._scaled(hidden))
 
     def column_sums(self) -> Tensor:
-        """Sums over rows [S], in `compute_dtype`."""
+        """Sums over rows [S], in `accumulation_dtype`."""
         if can_run(self.matrix):
             from fastrl.kernels.row_scaling import column_sums
 
             return column_sums(self.matrix, self.factors)
-        return self.matrix.sum(0, dtype=compute_dtype(self.matrix.dtype))
+        return self.matrix.sum(0, dtype=accumulation_dtype(self.matrix.dtype))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.factors is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.functional.head.call import HeadCall
-from fastrl.functional.head.matmul import compute_dtype
+from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.functional.head.running import merge_running_statistics
 from fastrl.functional.head.scaled_rows import scatter_scaled
 from fastrl.parallel import (
@@ -82,14 +82,14 @@ def finish_weight_gradient(
 ) -> Tensor | None:
     """The gradient of weight or bias in `dtype`; destroys `grad`.
 
-    That of a weight replicated over `sp` is all-reduced in `compute_dtype`, a part at a time: a sum
+    That of a weight replicated over `sp` is all-reduced in `accumulation_dtype`, a part at a time: a sum
     in 16 bits would round once a rank.
     """
     if grad is None:
         return None
     if groups.sp is not None and groups.tp is None:
         for part in grad.split(max(_REDUCED_ELEMENTS // grad[0].numel(), 1)):
-            wide = part.to(compute_dtype(part.dtype))
+            wide = part.to(accumulation_dtype(part.dtype))
             dist.all_reduce(wide, group=groups.sp)
             part.copy_(wide)
     return grad.to(dtype)
@@ -111,7 +111,7 @@ class HiddenGradient:
         self._total = torch.zeros(
             call.num_tokens,
             call.hidden_states.shape[1],
-            dtype=compute_dtype(self._dtype) if self._gathers_hidden_states else self._dtype,
+            dtype=accumulation_dtype(self._dtype) if self._gathers_hidden_states else self._dtype,
             device=call.hidden_states.device,
         )
         self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values
@@ -120,8 +120,8 @@ class HiddenGradient:
     def write(
         self,
         rows: Tensor,  # [R]
-        values: Tensor,  # [R, D] in compute_dtype
-        factors: Tensor | None = None,  # [R] in compute_dtype
+        values: Tensor,  # [R, D] in accumulation_dtype
+        factors: Tensor | None = None,  # [R] in accumulation_dtype
     ) -> None:
         """Sets the rows to factors[:, None] * values; destroys `values`."""
         if self._groups.tp is None or self._gathers_hidden_states:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head import torch_rows
-from fastrl.functional.head.matmul import compute_dtype, matmul
+from fastrl.functional.head.matmul import accumulation_dtype, matmul
 from fastrl.functional.head.running import LABEL, new_running_statistics
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.statistics import TokenStatistics
@@ -27,12 +27,12 @@ def gradient_itemsize(hidden: Tensor, weight: Tensor) -> int:
     """Bytes per element of the tiles of `recompute`'s backward."""
     if can_run_fused(hidden, weight):
         return hidden.dtype.itemsize
-    return compute_dtype(hidden.dtype).itemsize
+    return accumulation_dtype(hidden.dtype).itemsize
 
 
 def chunk_itemsize(hidden: Tensor, weight: Tensor) -> int:
     """Bytes per element of a chunk of `single_pass`; the same on all ranks of a `tp` group."""
-    return 2 if _has_exponentials(hidden, weight) else compute_dtype(hidden.dtype).itemsize
+    return 2 if _has_exponentials(hidden, weight) else accumulation_dtype(hidden.dtype).itemsize
 
 
 def tile_statistics(
@@ -90,7 +90,7 @@ class LogitsChunk:
     ) -> None:
         self._hidden, self._weight, self._labels = hidden, weight, labels
         self._transform, self._tile = transform, tile
-        dtype = compute_dtype(hidden.dtype)
+        dtype = accumulation_dtype(hidden.dtype)
         self.running = new_running_statistics(hidden.shape[0], dtype, hidden.device)
         self._references: Tensor | None = None
         if _keeps_exponentials(hidden, weight):
