@@ -19,7 +19,7 @@ from fastrl.functional.head.tiling import (
     single_pass_rows,
     spans,
 )
-from fastrl.layers.head_plan import HeadRows, chunk_ends, needs_of
+from fastrl.layers.head_plan import HeadRows, OperandFacts, chunk_ends, needs_of
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
 # Bound of `kernels.linear` for one launch with statistics only.
@@ -150,7 +150,7 @@ def _pass_ops(
     """The operations of losses that share their logits."""
     itemsize = 2 if shape.is_fused and shape.dtype == torch.bfloat16 else shape.wide
     rows = HeadRows(shape.tokens, shape.active, None, shape.is_cut)
-    ends = chunk_ends(options, losses, rows, shape.columns, shape.dtype, itemsize)
+    ends = chunk_ends(options, losses, rows, shape.columns, OperandFacts(shape.dtype, itemsize))
     names = ", ".join(losses)
     if ends is not None:
         return [_single_pass(names, ends, itemsize, shape)]

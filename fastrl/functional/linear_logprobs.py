@@ -5,11 +5,17 @@ It uses the `recompute` strategy; the parts of the op are in `fastrl.functional.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
 
 from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.call import CallOptions
-from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.checks import check_inputs, check_tensor
+from fastrl.functional.head.extra_statistics import StatisticName, extra_statistics
+from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
@@ -17,16 +23,18 @@ from fastrl.parallel import ParallelGroups
 
 
 def linear_logprobs(
-    hidden_states: Tensor,  # [T, D], [T / sp, D] under sequence and vocabulary parallelism
-    weight: Tensor,  # [V, D], [V_local, D] under vocabulary parallelism
-    labels: Tensor,  # [T]
+    hidden_states: Tensor,  # [..., D], [T / sp, D] under sequence and vocabulary parallelism
+    weight: Tensor | nn.Module,  # [V, D], [V_local, D] under vocabulary parallelism
+    labels: Tensor,  # [...]
     *,
     bias: Tensor | None = None,  # [V] or [V_local]
-    temperature: float | Tensor = 1.0,  # scalar or [T]
+    temperature: float | Tensor = 1.0,  # scalar or [...]
     softcap: float | None = None,
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     entropy: bool = False,
+    statistics: Collection[StatisticName] = (),
+    compute_dtype: torch.dtype | None = None,
     groups: ParallelGroups | None = None,
     weight_rows: int | None = None,
     rows: Tensor | None = None,  # [R]
@@ -44,9 +52,11 @@ def linear_logprobs(
     Slots with label -100 give 0 and receive exactly zero gradient.
 
     Args:
-        hidden_states: bf16, fp16, fp32 or float64, after the final norm. Any strides.
+        hidden_states: bf16, fp16, fp32 or float64, after the final norm. Any strides; T tokens in
+            any shape, packed [T, D] or padded [B, L, D].
         weight: same dtype and device, `nn.Linear` layout. Under `groups.tp` this rank's rows of
-            it (`vocab_shard`).
+            it (`vocab_shard`). Or the module that owns it: `nn.Linear`, a tied `nn.Embedding`, or
+            PEFT's LoRA layer, whose product of low rank is added (`head_operands`).
         labels: int64, already shifted inside their document; -100 = none. Not sharded over `tp`.
         bias: added to h W^T before the scale.
         temperature: positive; a tensor gives each token its own.
@@ -54,12 +64,18 @@ def linear_logprobs(
         logit_scale: factor on h W^T + b (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
         vocab_size: rows of the whole weight from this one on are padding, not in the softmax.
         entropy: whether the entropy is computed.
+        statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to compute as well; they take
+            a separate pass over the logits.
+        compute_dtype: dtype of the operands of the products, as of autocast: hidden states and
+            weight, of any dtype, are converted to it, sums stay fp32, and gradients come back
+            unrounded in the tensors' own dtypes. None: both must have one dtype.
         groups: `tp` shards the vocabulary, `sp` the tokens. With both, `hidden_states` is this
             rank's slice of the tokens, everything else is whole, and the gradient of
             `hidden_states` is the slice's. With `sp` alone, everything is this rank's slice and
             the gradients of `weight` and `bias` are summed over `sp`.
         weight_rows: rows of the whole weight under `groups.tp`; default: V_local times its size.
-        rows: indices of the labelled tokens; default: found from `labels`, which synchronises.
+        rows: indices of the labelled tokens among all T; default: found from `labels`, which
+            synchronises.
         gradient_rows: the subset of `rows` that can have a non-zero gradient; default: all.
         drop_inactive_rows: whether the backward skips rows without a gradient (clipped, filtered);
             finding them synchronises.
@@ -67,18 +83,27 @@ def linear_logprobs(
         max_logits_bytes: maximum number of bytes of logits in memory at a time.
 
     Returns:
-        Statistics [T] in fp32 (float64 for float64 inputs).
+        Statistics of the shape of `labels` in fp32 (float64 for float64 inputs).
 
     Raises:
         ValueError: a shape, dtype, device or bound does not fit; a label is outside
             [0, vocab_size) (on CUDA a device-side assertion, without synchronisation).
-        TypeError: `weight` is a DTensor.
+        TypeError: a tensor is none, or a DTensor; the module does more than is honoured.
     """
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("labels", labels)
+    shape = labels.shape
+    if hidden_states.ndim > 2 and hidden_states.shape[:-1] != shape:
+        raise ValueError(
+            "`labels` must be of the shape of `hidden_states` without the last dimension,"
+            f" {list(hidden_states.shape[:-1])}, got {list(shape)}."
+        )
+    if labels.ndim > 1 and isinstance(temperature, Tensor) and temperature.shape == shape:
+        temperature = temperature.flatten()
+    hidden_states = hidden_states.flatten(0, -2) if hidden_states.ndim > 2 else hidden_states
     call = check_inputs(
-        hidden_states,
-        weight,
-        labels,
-        bias=bias,
+        head_operands(hidden_states, weight, bias, compute_dtype),
+        labels.flatten() if labels.ndim > 1 else labels,
         transform=LogitTransform(temperature, softcap, logit_scale),
         vocab_size=vocab_size,
         weight_rows=weight_rows,
@@ -86,4 +111,8 @@ def linear_logprobs(
         rows=rows,
         options=CallOptions(entropy, chunk_size, max_logits_bytes, drop_inactive_rows),
     )
-    return recompute_logprobs(call, gradient_rows)
+    result = recompute_logprobs(call, gradient_rows)
+    if statistics:
+        extra = extra_statistics(call, statistics, gradient_rows=gradient_rows)
+        result = replace(result, **extra)
+    return result if labels.ndim == 1 else result.map(lambda value: value.view(shape))

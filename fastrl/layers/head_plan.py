@@ -65,13 +65,27 @@ class HeadPlans:
     labels: HeadPlan
 
 
+@dataclass(frozen=True)
+class OperandFacts:
+    """Facts of the operands that the strategy depends on: the same on all ranks.
+
+    Attributes:
+        dtype: of the operands of the products.
+        itemsize: bytes per element of the logits of `single_pass`.
+        has_low_rank: whether the weight has a low-rank part beside it.
+    """
+
+    dtype: torch.dtype
+    itemsize: int
+    has_low_rank: bool = False
+
+
 def plan_head(
     config: LanguageModelHeadConfig,
     groups: ParallelGroups,
     batch: BatchKwargs,
     losses: Losses,
-    dtype: torch.dtype,
-    itemsize: int,
+    operands: OperandFacts,
     return_logprobs: bool,
 ) -> HeadPlans:
     """The passes of a call.
@@ -81,8 +95,7 @@ def plan_head(
         groups: of the head.
         batch: all tokens of the (micro-)sequence, as given to the head.
         losses: to compute, by name.
-        dtype: of hidden states and weight.
-        itemsize: bytes per element of the logits of `single_pass`.
+        operands: of the call.
         return_logprobs: whether the log-probabilities of all labels are requested.
 
     Raises:
@@ -109,7 +122,7 @@ def plan_head(
             active,
             entropy=reads_all or "entropy" in needs,
             statistics=needs & frozenset(STATISTIC_NAMES),
-            chunk_ends=single_pass_chunks(config, groups, scaled, active, same, dtype, itemsize),
+            chunk_ends=single_pass_chunks(config, groups, scaled, active, same, operands),
             has_logprobs=has_logprobs,
         )
         plans.append(plan)
@@ -179,14 +192,13 @@ def single_pass_chunks(
     batch: BatchKwargs,
     rows: RowSet,
     losses: Losses,
-    dtype: torch.dtype,
-    itemsize: int,
+    operands: OperandFacts,
 ) -> list[int] | None:
     """`chunk_ends` of a batch under process groups."""
     columns = vocab_shard(weight_rows(config), 0, group_size(groups.tp))[1]
     is_cut = groups.sdp is not None or head_splits_tokens(groups) or not batch.whole_documents
     facts = HeadRows(batch.num_tokens, len(rows), rows.document_ends, is_cut)
-    return chunk_ends(config, losses, facts, columns, dtype, itemsize)
+    return chunk_ends(config, losses, facts, columns, operands)
 
 
 def chunk_ends(
@@ -194,8 +206,7 @@ def chunk_ends(
     losses: Losses,
     rows: HeadRows,
     columns: int,
-    dtype: torch.dtype,
-    itemsize: int,
+    operands: OperandFacts,
 ) -> list[int] | None:
     """Ends of the chunks of `single_pass`, or None for `recompute`.
 
@@ -206,19 +217,20 @@ def chunk_ends(
         losses: of the same logits.
         rows: of the batch.
         columns: maximum number of rows of the weight on a rank.
-        dtype: of hidden states and weight.
-        itemsize: bytes per element of a chunk's logits.
+        operands: of the call.
 
     Raises:
         ValueError: `single_pass` is required and not possible.
     """
     if config.strategy == "recompute":
         return None
-    bounds = (columns, itemsize, config.chunk_size, config.max_logits_bytes)
+    bounds = (columns, operands.itemsize, config.chunk_size, config.max_logits_bytes)
     scopes = {loss.scope for loss in losses.values()}
     ends: list[int] | None = None
     reason = None
-    if config.keep is not None or needs_of(losses) & frozenset(STATISTIC_NAMES):
+    if operands.has_low_rank:
+        reason = "LoRA on the output layer takes slabs of the weight"
+    elif config.keep is not None or needs_of(losses) & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
     elif scopes & {"group", "batch"}:
         reason = "pairs and entropy quantiles need tokens outside of a chunk"
@@ -236,7 +248,7 @@ def chunk_ends(
         )
     has_few_rows = single_pass_rows(*bounds) < min(rows.num_tokens, SINGLE_PASS_MIN_ROWS)
     # `single_pass` rounds dz before the loss scale is applied: in fp16 small gradients underflow.
-    if config.strategy == "auto" and (has_few_rows or dtype == torch.float16):
+    if config.strategy == "auto" and (has_few_rows or operands.dtype == torch.float16):
         return None
     return ends
 

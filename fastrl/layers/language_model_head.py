@@ -20,10 +20,11 @@ from fastrl.config.losses import (
     LanguageModelHeadConfig,
 )
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.head.call import CallOptions, HeadCall
-from fastrl.functional.head.checks import check_inputs
+from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands, as_operand
+from fastrl.functional.head.checks import check_inputs, check_tensor
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
+from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
@@ -32,6 +33,7 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
     HeadPlan,
+    OperandFacts,
     head_splits_tokens,
     plan_head,
     weight_rows,
@@ -56,7 +58,8 @@ class HeadOutput:
 
     Attributes:
         loss: scalar fp32: this rank's part of the global loss, a sum over its own tokens divided by
-            counts of the whole step; None without losses.
+            counts of the whole step; None without losses, and in evaluation mode unless
+            `compute_loss` asks for it.
         metrics: detached scalars `<loss name>/<metric>`, to be added over micro-batches and ranks.
         logprobs: [T] fp32 nats of the labels, detached, if requested; 0 without label.
         entropy: [T] fp32 nats, like `logprobs`.
@@ -89,15 +92,19 @@ register_dataclass(HeadOutput)
 class LanguageModelHead(nn.Module):
     """The head's weight, its named losses and its process groups.
 
+    A head without parameters of its own is given the weight in each call: that of a model whose
+    output layer stays where it is.
+
     Args:
         config: sizes, losses and bounds.
         groups: process groups; under `groups.tp` the weight holds this rank's vocabulary rows
             (`vocab_shard`) unless `config.vocabulary_parallel` is off.
         device: of the parameters.
         dtype: of the parameters, and so of the hidden states.
+        owns_weight: whether the head has parameters; without, `forward` takes `weight`.
 
     Attributes:
-        weight: [V, D], [V_local, D] under vocabulary parallelism.
+        weight: [V, D], [V_local, D] under vocabulary parallelism; None if the head has none.
         bias: [V] or [V_local]; None without `config.bias`.
         losses: the losses by name.
     """
@@ -108,6 +115,8 @@ class LanguageModelHead(nn.Module):
         groups: ParallelGroups | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        owns_weight: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
@@ -115,13 +124,23 @@ class LanguageModelHead(nn.Module):
         self.use_groups(groups or ParallelGroups())
         tp = self.groups.tp
         start, stop = vocab_shard(self.weight_rows, group_rank(tp), group_size(tp))
-        self.weight = nn.Parameter(
-            torch.empty(stop - start, config.hidden_size, device=device, dtype=dtype)
-        )
-        self.bias: nn.Parameter | None = None
-        if config.bias:
-            self.bias = nn.Parameter(torch.empty(stop - start, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.owns_weight = owns_weight
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if owns_weight:
+            size = (stop - start, config.hidden_size)
+            self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+            if config.bias:
+                self.bias = nn.Parameter(torch.empty(stop - start, device=device, dtype=dtype))
+            self.reset_parameters()
+        elif device is not None or dtype is not None or config.bias:
+            raise ValueError(
+                "`device`, `dtype` and `bias` of the config must not be given with"
+                f" `owns_weight=False`, got {device}, {dtype} and {config.bias}: they are those of"
+                " the weight and the bias that each call is given."
+            )
 
     def use_groups(self, groups: ParallelGroups) -> None:
         """Sets the process groups and rebuilds the config's losses.
@@ -178,6 +197,8 @@ class LanguageModelHead(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, DEFAULT_INITIALIZER_RANGE^2) and zeroes the bias."""
+        if not self.owns_weight:
+            return
         nn.init.normal_(self.weight, std=DEFAULT_INITIALIZER_RANGE)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -209,9 +230,13 @@ class LanguageModelHead(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
-        hidden_states: Tensor,  # [T, D]
+        hidden_states: Tensor,  # [T, D] or [B, L, D]
         batch: BatchKwargs,
         *,
+        weight: Tensor | nn.Module | None = None,  # [V, D]
+        bias: Tensor | None = None,  # [V]
+        compute_dtype: torch.dtype | None = None,
+        compute_loss: bool | None = None,
         return_logprobs: bool = False,
         statistics: Collection[str] = (),
         teacher: Teacher | None = None,
@@ -219,14 +244,18 @@ class LanguageModelHead(nn.Module):
         """Loss and metrics of the batch; in evaluation mode its log-probabilities instead.
 
         Under `torch.no_grad()` in training mode the loss is computed without gradients. In
-        evaluation mode there is no loss: `logprobs` and `entropy` are those of an old or a
-        reference policy.
+        evaluation mode `logprobs` and `entropy` are those of an old or a reference policy.
 
         Args:
             hidden_states: after the final norm, in the weight's dtype; under sequence parallelism
-                this rank's slice of the tokens.
+                this rank's slice of the tokens. [B, L, D] has the batch's tokens in its order.
             batch: all T tokens of this rank's (micro-)sequence.
-            return_logprobs: whether `logprobs` and `entropy` are part of the output in training.
+            weight: of a head without parameters: a tensor, or the module that owns it
+                (`head_operands`) and brings its bias.
+            bias: beside a tensor `weight`.
+            compute_dtype: of the operands of the products, as in `linear_logprobs`.
+            compute_loss: default: in training mode, in which `from_pretrained` leaves no model.
+            return_logprobs: whether `logprobs` and `entropy` are part of the output beside a loss.
             statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to add to the output; they
                 take a separate pass.
             teacher: required by losses of type `distillation`; sharded like `hidden_states` and the
@@ -234,35 +263,77 @@ class LanguageModelHead(nn.Module):
 
         Raises:
             ValueError: the batch lacks what a loss needs, a shape does not fit, `single_pass` is
-                required and not possible, or a teacher is missing or not used.
+                required and not possible, or a weight or teacher is missing or not used.
+            TypeError: an argument is of another type.
         """
-        self._check_teacher(teacher)
-        losses = self.losses if self.training else {}
-        dtype, itemsize = hidden_states.dtype, chunk_itemsize(hidden_states, self.local_weight)
-        plans = plan_head(self.config, self.groups, batch, losses, dtype, itemsize, return_logprobs)
-        results = [self._run(plan, hidden_states, teacher) for plan in plans.losses]
+        operands = self._operands(hidden_states, batch, weight, bias, compute_dtype)
+        if compute_loss and not self.losses:
+            raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
+        losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
+        self._check_teacher(teacher, losses)
+        facts = _facts(operands)
+        plans = plan_head(self.config, self.groups, batch, losses, facts, return_logprobs)
+        results = [self._run(plan, operands, teacher) for plan in plans.losses]
         read: TokenStatistics | None = None
         if plans.losses and plans.losses[0].has_logprobs:
             read = results[0].statistics
         elif return_logprobs or not plans.losses:
             with torch.no_grad():
-                read = self._statistics(plans.labels, hidden_states)
+                read = self._statistics(plans.labels, operands)
         return HeadOutput(
             torch.stack([result.loss for result in results]).sum() if results else None,
             {name: value for result in results for name, value in result.metrics.items()},
             None if read is None else self._of_all_tokens(read.logprobs),
             None if read is None or read.entropy is None else self._of_all_tokens(read.entropy),
-            plans.losses[0].strategy if results and self._needs_gradient(hidden_states) else None,
-            self._named_statistics(plans.labels, hidden_states, statistics),
+            plans.losses[0].strategy if results and _needs_gradient(operands) else None,
+            self._named_statistics(plans.labels, operands, statistics),
         )
 
-    def _run(self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher | None) -> _PassResult:
+    def _operands(
+        self,
+        hidden_states: Tensor,
+        batch: BatchKwargs,
+        weight: Tensor | nn.Module | None,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype | None,
+    ) -> HeadOperands:
+        """What is multiplied: this head's parameters, or what the call was given."""
+        check_tensor("hidden_states", hidden_states)
+        if not isinstance(batch, BatchKwargs):
+            raise TypeError(
+                f"`batch` must be a BatchKwargs, got a {type(batch).__name__}; a TokenBatch gives"
+                " one by `to_kwargs`."
+            )
+        if hidden_states.ndim > 2:
+            hidden_states = hidden_states.flatten(0, -2)
+        if not self.owns_weight:
+            if weight is None:
+                raise ValueError(
+                    "`weight` must be given to a head without parameters, got None; pass the"
+                    " model's output layer."
+                )
+            operands = head_operands(hidden_states, weight, bias, compute_dtype)
+            low_rank = operands.low_rank_weight
+            return replace(
+                operands,
+                weight=self._local(operands.weight),
+                bias=None if operands.bias is None else self._local(operands.bias),
+                low_rank_weight=None if low_rank is None else self._local(low_rank),
+            )
+        if weight is not None or bias is not None:
+            raise ValueError(
+                "`weight` and `bias` must not be given to a head that has its own; make it with"
+                " `owns_weight=False`."
+            )
+        return HeadOperands(hidden_states, self.local_weight, self.local_bias, dtype=compute_dtype)
+
+    def _run(self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher | None) -> _PassResult:
         if teacher is not None and any("divergence" in loss.needs for loss in plan.losses.values()):
-            statistics = self._divergence(plan, hidden_states, teacher)
-        elif plan.chunk_ends is not None and self._needs_gradient(hidden_states):
-            return self._run_single_pass(plan, plan.chunk_ends, hidden_states)
+            statistics = self._divergence(plan, operands, teacher)
+        elif plan.chunk_ends is not None and _needs_gradient(operands):
+            return self._run_single_pass(plan, plan.chunk_ends, operands)
         else:
-            statistics = self._statistics(plan, hidden_states)
+            statistics = self._statistics(plan, operands)
         terms: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         for name, loss in plan.losses.items():
@@ -275,7 +346,7 @@ class LanguageModelHead(nn.Module):
         return _PassResult(torch.stack(terms).sum(), metrics, statistics.map(Tensor.detach))
 
     def _run_single_pass(
-        self, plan: HeadPlan, chunk_ends: list[int], hidden_states: Tensor
+        self, plan: HeadPlan, chunk_ends: list[int], operands: HeadOperands
     ) -> _PassResult:
         losses, compact = plan.losses, plan.batch.select(plan.gradient_rows.index)
 
@@ -285,7 +356,7 @@ class LanguageModelHead(nn.Module):
             return torch.stack(terms).sum()
 
         value, statistics = single_pass(
-            self._call(plan, hidden_states),
+            self._call(plan, operands),
             chunk_loss,
             gradient_rows=plan.gradient_rows.index,
             chunk_ends=chunk_ends,
@@ -296,9 +367,9 @@ class LanguageModelHead(nn.Module):
                 metrics |= _named(name, loss.metrics(statistics, plan.batch))
         return _PassResult(value, metrics, statistics)
 
-    def _statistics(self, plan: HeadPlan, hidden_states: Tensor) -> TokenStatistics:
+    def _statistics(self, plan: HeadPlan, operands: HeadOperands) -> TokenStatistics:
         """Statistics of the labels, over the sampler's keep-set if the config has one."""
-        call = self._call(plan, hidden_states)
+        call = self._call(plan, operands)
         rows = plan.gradient_rows.index
         if self.config.keep is None:
             statistics = recompute_logprobs(call, rows)
@@ -310,32 +381,30 @@ class LanguageModelHead(nn.Module):
         return replace(statistics, **extra_statistics(call, plan.statistics, gradient_rows=rows))
 
     def _divergence(
-        self, plan: HeadPlan, hidden_states: Tensor, teacher: Teacher
+        self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher
     ) -> TokenStatistics:
         """The divergence from the teacher, and no other statistic."""
         (loss,) = plan.losses.values()
         assert isinstance(loss.config, DistillationLossConfig)
-        call = self._call(plan, hidden_states)
+        call = self._call(plan, operands)
         value = teacher_divergence(call, teacher, loss.config.divergence, loss.config.beta)
         none = torch.zeros_like(value)
         return TokenStatistics(none, None, none, divergence=value)
 
     def _named_statistics(
-        self, plan: HeadPlan, hidden_states: Tensor, names: Collection[str]
+        self, plan: HeadPlan, operands: HeadOperands, names: Collection[str]
     ) -> dict[str, Tensor]:
         if not names:
             return {}
         with torch.no_grad():
-            found = extra_statistics(self._call(plan, hidden_states), names)
+            found = extra_statistics(self._call(plan, operands), names)
         return {name: self._of_all_tokens(value) for name, value in found.items()}
 
-    def _call(self, plan: HeadPlan, hidden_states: Tensor) -> HeadCall:
+    def _call(self, plan: HeadPlan, operands: HeadOperands) -> HeadCall:
         config = self.config
         return check_inputs(
-            hidden_states,
-            self.local_weight,
+            operands,
             plan.batch.labels,
-            bias=self.local_bias,
             transform=LogitTransform(plan.batch.temperature, config.softcap, config.logit_scale),
             vocab_size=config.vocab_size,
             weight_rows=self.weight_rows,
@@ -354,21 +423,30 @@ class LanguageModelHead(nn.Module):
         assert self.groups.sp is not None
         return gather_first_dim(values, self.groups.sp)
 
-    def _needs_gradient(self, hidden_states: Tensor) -> bool:
-        tensors = (hidden_states, self.weight, self.bias)
-        return torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors
-        )
-
-    def _check_teacher(self, teacher: Teacher | None) -> None:
-        names = [name for name, loss in self.losses.items() if "divergence" in loss.needs]
-        if names and self.training and teacher is None:
+    def _check_teacher(
+        self, teacher: Teacher | None, losses: Mapping[str, LanguageModelLoss[Any]]
+    ) -> None:
+        """Refuses a missing teacher, and one that none of the call's losses uses."""
+        names = [name for name, loss in losses.items() if "divergence" in loss.needs]
+        if names and teacher is None:
             raise ValueError(f"`teacher` must be given for the losses {names}, got None.")
-        if teacher is not None and not (names and self.training):
+        if teacher is not None and not names:
             raise ValueError(
                 "`teacher` must not be given without a loss of type `distillation` in training"
                 f" mode: it has no effect, the losses are {list(self.losses)}."
             )
+
+
+def _needs_gradient(operands: HeadOperands) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in operands.tensors)
+
+
+def _facts(operands: HeadOperands) -> OperandFacts:
+    """What the strategy depends on: layouts, not the tensors' rows."""
+    dtype = operands.operand_dtype
+    empty = (operands.hidden_states[:0], operands.weight[:0])
+    itemsize = chunk_itemsize(*(as_operand(tensor, dtype) for tensor in empty))
+    return OperandFacts(dtype, itemsize, operands.low_rank_weight is not None)
 
 
 def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

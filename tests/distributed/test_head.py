@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastrl.functional.head.call import CallOptions
+from fastrl.functional.head.call import CallOptions, HeadOperands
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.sharding import finish_weight_gradient, rows_with_gradient
 from fastrl.functional.reference import head as reference
@@ -109,7 +109,7 @@ def active_rows_on_rank() -> list[int]:
     """The rows whose gradient is not 0, where that of row 2 is 0 on rank 0 and hardly more on 1."""
     groups = Ranks(1, 1, 2).groups()
     call = check_inputs(
-        torch.zeros(5, 1), torch.zeros(1, 1), torch.zeros(5, dtype=torch.int64), bias=None,
+        HeadOperands(torch.zeros(5, 1), torch.zeros(1, 1)), torch.zeros(5, dtype=torch.int64),
         transform=LogitTransform(), vocab_size=None, weight_rows=None,
         groups=ParallelGroups(tp=groups.tp), rows=None,
         options=CallOptions(False, None, 1, drop_inactive_rows=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.call import CallOptions
+from fastrl.functional.head.call import CallOptions, HeadOperands
 from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.single_pass import single_pass
@@ -34,7 +34,7 @@ def logprobs_and_gradients(
     """Log-probabilities and gradients, with an upstream gradient that is not 1."""
     case = tensors.case
     call = check_inputs(
-        tensors.hidden_states, tensors.weight, tensors.labels, bias=tensors.bias,
+        HeadOperands(tensors.hidden_states, tensors.weight, tensors.bias), tensors.labels,
         transform=LogitTransform(tensors.temperature, case.softcap, case.logit_scale),
         vocab_size=case.vocab_size, weight_rows=weight_rows, groups=groups,
         rows=None, options=CallOptions(entropy, None, 2**20),

@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig, kernels
+from fastrl import (
+    Document,
+    LanguageModelHead,
+    LanguageModelHeadConfig,
+    kernels,
+    linear_logprobs,
+)
 from fastrl.functional.head.distillation import Teacher
 from tests.helpers.batches import pack
+from tests.helpers.lora import lora_layer
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 96, 32, 640
 
@@ -171,3 +178,16 @@ def test_a_loss_that_is_held_keeps_no_hidden_states_after_its_backward(strategy:
     del of_body
     assert alive() is None
     assert output.loss is not None
+
+
+def test_no_second_weight_exists_with_lora() -> None:
+    """Slabs of the weight are joined with those of B, and only they."""
+    base = nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False).requires_grad_(False)
+    layer = lora_layer(base, r=4)
+    hidden = torch.randn(8, HIDDEN_SIZE, requires_grad=True)
+    labels = torch.randint(VOCAB_SIZE, (8,))
+    with Recorder(base.weight) as recorder:
+        found = linear_logprobs(hidden, layer, labels, max_logits_bytes=VOCAB_SIZE * 8)
+        found.logprobs.sum().backward()
+    assert layer.lora_A["default"].weight.grad is not None
+    assert recorder.largest() < VOCAB_SIZE * HIDDEN_SIZE / 2

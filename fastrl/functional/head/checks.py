@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastrl.functional.head.call import CallOptions, HeadCall
+from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands
 from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
@@ -17,11 +17,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_inputs(
-    hidden_states: Tensor,
-    weight: Tensor,
+    operands: HeadOperands,
     labels: Tensor,
     *,
-    bias: Tensor | None,
     transform: LogitTransform,
     vocab_size: int | None,
     weight_rows: int | None,
@@ -31,7 +29,9 @@ def check_inputs(
 ) -> HeadCall:
     """The checked call of the arguments of `linear_logprobs`, with its errors."""
     groups = groups or ParallelGroups()
-    _check_tensors(hidden_states, weight, bias)
+    _check_operands(operands)
+    hidden_states, weight = operands.hidden_states, operands.weight
+    dtype = operands.operand_dtype
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
     weight_rows = weight.shape[0] * tp_size if weight_rows is None else weight_rows
     start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
@@ -52,13 +52,21 @@ def check_inputs(
     _check_transform(transform, labels)
     if isinstance(transform.temperature, Tensor):
         # A wider temperature would widen the logits, tile by tile.
-        temperature = transform.temperature.to(accumulation_dtype(hidden_states.dtype))
-        transform = replace(transform, temperature=temperature)
+        temperature = transform.temperature.to(accumulation_dtype(dtype))
+        transform = replace(transform, temperature=temperature.expand(labels.shape))
     _check_options(options)
+    low_rank = operands.low_rank_weight
     return HeadCall(
         hidden_states=hidden_states,
         weight=weight,
-        bias=bias,
+        bias=operands.bias,
+        low_rank_weight=low_rank,
+        operand_dtype=dtype,
+        gradient_dtypes=(
+            hidden_states.dtype,
+            weight.dtype,
+            weight.dtype if low_rank is None else low_rank.dtype,
+        ),
         labels=labels,
         rows=(labels != -100).nonzero()[:, 0] if rows is None else rows,
         transform=transform,
@@ -69,29 +77,39 @@ def check_inputs(
     )
 
 
-def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or"
-                " run the head inside the module that `fully_shard` wraps."
-            )
+def _check_operands(operands: HeadOperands) -> None:
+    hidden_states, weight, bias = operands.hidden_states, operands.weight, operands.bias
+    named = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
+    for name, tensor in named.items():
+        check_tensor(name, tensor)
+    if operands.dtype is not None and operands.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"`compute_dtype` must be bf16, fp16, fp32, float64 or None, got {operands.dtype}."
+        )
     if hidden_states.ndim != 2 or hidden_states.dtype not in FLOAT_DTYPES:
         raise ValueError(
             "`hidden_states` must be bf16, fp16, fp32 or float64 of shape [T, D], got"
             f" {hidden_states.dtype} {list(hidden_states.shape)}; flatten packed batches first."
         )
-    if (
-        weight.ndim != 2
-        or weight.shape[1] != hidden_states.shape[1]
-        or weight.dtype != hidden_states.dtype
-    ):
+    width = hidden_states.shape[1]
+    if operands.low_rank_weight is not None:
+        width -= operands.low_rank_weight.shape[1]
+    # With `compute_dtype` both are converted.
+    dtype = hidden_states.dtype if operands.dtype is None else weight.dtype
+    if weight.ndim != 2 or weight.shape[1] != width or weight.dtype != dtype:
         raise ValueError(
-            f"`weight` must be {hidden_states.dtype} of shape [V, {hidden_states.shape[1]}] like"
-            f" `hidden_states`, got {weight.dtype} {list(weight.shape)}; cast or gather it first"
-            " (a weight sharded by ZeRO-3 is empty outside of its module)."
+            f"`weight` must be {dtype} of shape [V, {width}] like `hidden_states`, got"
+            f" {weight.dtype} {list(weight.shape)}; cast or gather it first (a weight sharded by"
+            " ZeRO-3 is empty outside of its module), or give `compute_dtype`."
         )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+    if weight.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"`weight` must be bf16, fp16, fp32 or float64, got {weight.dtype}; a quantised weight"
+            " must be dequantised first."
+        )
+    if bias is not None and (
+        bias.shape != weight.shape[:1] or (operands.dtype is None and bias.dtype != weight.dtype)
+    ):
         raise ValueError(
             f"`bias` must be {weight.dtype} of shape [{weight.shape[0]}], one a row of `weight`,"
             f" got {bias.dtype} {list(bias.shape)}."
@@ -99,6 +117,20 @@ def _check_tensors(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_device(name, tensor, "hidden_states", hidden_states)
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    """Raises a TypeError where a plain tensor (or None) is required and something else came."""
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or"
+            " run the head inside the module that `fully_shard` wraps."
+        )
+    if not isinstance(tensor, Tensor | None):
+        remedy = ""
+        if name == "hidden_states":
+            remedy = "; a model's output has them as `last_hidden_state`, or as its first element"
+        raise TypeError(f"`{name}` must be a tensor, got a {type(tensor).__name__}{remedy}.")
 
 
 def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -128,10 +160,11 @@ def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_
 def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
-        if temperature.shape != labels.shape or not temperature.is_floating_point():
+        has_shape = temperature.ndim == 0 or temperature.shape == labels.shape
+        if not has_shape or not temperature.is_floating_point():
             raise ValueError(
-                f"`temperature` must be a number or a float tensor of shape {list(labels.shape)},"
-                f" got {temperature.dtype} {list(temperature.shape)}."
+                "`temperature` must be a number or a float tensor of shape [] or"
+                f" {list(labels.shape)}, got {temperature.dtype} {list(temperature.shape)}."
             )
         _check_device("temperature", temperature, "labels", labels)
         if temperature.requires_grad:

@@ -119,56 +119,74 @@ class _FullRows(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low_rank_weight: Tensor | None,
         call: HeadCall,
         function: RowFunction,
         num_outputs: int,
         gradient_rows: Tensor | None,
     ) -> Tensor:
         ctx.call, ctx.function = call, function
-        call = call.on(hidden_states, weight, bias)
-        hidden = gather_hidden(hidden_states, call.groups)
+        call = call.on(hidden_states, weight, bias, low_rank_weight)
+        hidden = gather_hidden(call.hidden_states, call.groups)
         num_rows = call.rows.shape[0]
         outputs = torch.empty(num_outputs, num_rows, dtype=call.dtype, device=weight.device)
         for chunk in _chunks(call, call.rows):
             rows = call.rows[chunk]
-            products = matmul(hidden[rows], weight.t())
+            products = _products(call, hidden[rows])
             outputs[:, chunk] = function(_logit_rows(products, call, rows))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
-        ctx.save_for_backward(hidden_states, weight, bias)
+        ctx.save_for_backward(hidden_states, weight, bias, low_rank_weight)
         return scatter_rows(outputs.t(), call.rows, call.num_tokens).t()
 
     @staticmethod
     @first_order
     @exactly
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias = ctx.saved_tensors
-        call: HeadCall = ctx.call.on(hidden_states, weight, bias)
-        hidden = gather_hidden(hidden_states, call.groups)
+        call: HeadCall = ctx.call.on(*ctx.saved_tensors)
+        bias = ctx.saved_tensors[2]
+        hidden = gather_hidden(call.hidden_states, call.groups)
         dtype = call.dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_hidden, needs_weight, needs_bias, needs_low_rank = ctx.needs_input_grad[:4]
         grad_hidden = HiddenGradient(call) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        needs = (needs_weight, needs_low_rank)
+        grad_weights = [
+            torch.zeros_like(part.weight, dtype=dtype) if needed else None
+            for part, needed in zip(call.parts, needs, strict=False)
+        ]
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         gradient_rows = rows_with_gradient(call, ctx.gradient_rows, *grads[0])
         for chunk in _chunks(call, gradient_rows):
             rows = gradient_rows[chunk]
             with torch.enable_grad():
-                products = matmul(hidden[rows], weight.t()).detach().requires_grad_()
+                products = _products(call, hidden[rows]).detach().requires_grad_()
                 outputs = ctx.function(_logit_rows(products, call, rows))
             (grad,) = torch.autograd.grad(outputs, products, grads[0][:, rows])
             if grad_hidden is not None:
-                grad_hidden.write(rows, matmul(grad, weight.to(dtype)))
-            if grad_weight is not None:
-                add_matmul_(grad_weight, grad.t(), hidden[rows].to(dtype))
+                of_parts = [matmul(grad, part.weight.to(dtype)) for part in call.parts]
+                grad_hidden.write(rows, torch.cat(of_parts, dim=1))
+            for part, total in zip(call.parts, grad_weights, strict=True):
+                if total is not None:
+                    add_matmul_(total, grad.t(), hidden[rows][:, part.columns].to(dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del products, outputs, grad  # before those of the next chunk are allocated
+        finished = [
+            finish_weight_gradient(total, part.gradient_dtype, call.groups)
+            for part, total in zip(call.parts, grad_weights, strict=True)
+        ]
         return (
             None if grad_hidden is None else grad_hidden.finish(),
-            finish_weight_gradient(grad_weight, weight.dtype, call.groups),
-            finish_weight_gradient(grad_bias, weight.dtype, call.groups),
+            finished[0],
+            None if bias is None else finish_weight_gradient(grad_bias, bias.dtype, call.groups),
+            finished[1] if len(finished) > 1 else None,
             *[None] * 4,
         )
+
+
+def _products(call: HeadCall, hidden: Tensor) -> Tensor:  # [R, D + r] -> [R, V]
+    """h W^T, with that of a low-rank part."""
+    products = [matmul(hidden[:, part.columns], part.weight.t()) for part in call.parts]
+    return products[0] if len(products) == 1 else products[0].add_(products[1])
 
 
 def _logit_rows(products: Tensor, call: HeadCall, rows: Tensor) -> LogitRows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
-from fastrl.functional.head.matmul import add_matmul_, matmul_rounded
+from fastrl.functional.head.matmul import add_matmul_
 from fastrl.functional.head.running import finish_statistics, new_running_statistics
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
@@ -29,7 +29,13 @@ from fastrl.functional.head.tile_ops import (
     tile_gradient,
     tile_statistics,
 )
-from fastrl.functional.head.tiling import Tiling, recompute_tiling, spans
+from fastrl.functional.head.tiling import (
+    RECOMPUTE_TILE_BYTES,
+    Tiling,
+    recompute_tiling,
+    spans,
+)
+from fastrl.functional.head.weight_gradients import WeightGradients
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import RowGradients
 
@@ -54,21 +60,31 @@ def forward_statistics(
     labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], call.weight.shape[0]
     statistics = new_running_statistics(num_rows, call.dtype, hidden.device)
-    tiling = Tiling(max(num_rows, 1), max(num_columns, 1))
-    if not keeps_no_logits(hidden, call.weight):
-        tiling = recompute_tiling(num_rows, num_columns, call.dtype.itemsize, *call.options.bounds)
+    tiling = _forward_tiling(call, hidden)
     for start, stop in spans(num_rows, tiling.num_rows):
         for first, last in spans(num_columns, tiling.num_columns):
             tile_statistics(
                 statistics[:, start:stop],
                 hidden[start:stop],
-                call.weight[first:last],
+                call.slab(first, last),
                 labels[start:stop],
                 transform.rows(slice(start, stop)),
                 call.tile(first, last),
                 entropy=call.options.entropy,
             )
     return finish_statistics(merge_over_vocabulary(statistics, call.groups), call.options.entropy)
+
+
+def _forward_tiling(call: HeadCall, hidden: Tensor) -> Tiling:
+    """One tile where no logits are kept, slabs of bounded size where they are joined copies."""
+    num_rows, num_columns = hidden.shape[0], call.weight.shape[0]
+    if not keeps_no_logits(hidden, call.slab(0, min(num_columns, 1))):
+        itemsize = call.dtype.itemsize
+        return recompute_tiling(num_rows, num_columns, itemsize, *call.options.bounds)
+    columns = num_columns
+    if call.low_rank_weight is not None:
+        columns = RECOMPUTE_TILE_BYTES // hidden[0].nbytes
+    return Tiling(max(num_rows, 1), max(min(columns, num_columns), 1))
 
 
 class _RecomputeLogprobs(torch.autograd.Function):
@@ -81,38 +97,41 @@ class _RecomputeLogprobs(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low_rank_weight: Tensor | None,
         call: HeadCall,
         gradient_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.call = call
-        call = call.on(hidden_states, weight, bias)
+        call = call.on(hidden_states, weight, bias, low_rank_weight)
         # What is gathered goes when its rows are taken.
-        hidden = gather_hidden(hidden_states, call.groups)[call.rows]
+        hidden = gather_hidden(call.hidden_states, call.groups)[call.rows]
         statistics = forward_statistics(call, hidden, call.rows)
         statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_states, weight, bias, statistics.logsumexp, statistics.entropy)
+        ctx.save_for_backward(
+            hidden_states, weight, bias, low_rank_weight, statistics.logsumexp, statistics.entropy
+        )
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
     @first_order
     @exactly
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, logsumexp, entropy = ctx.saved_tensors
-        call: HeadCall = ctx.call.on(hidden_states, weight, bias)
+        *tensors, logsumexp, entropy = ctx.saved_tensors
+        call: HeadCall = ctx.call.on(*tensors)
         rows = rows_with_gradient(call, ctx.gradient_rows, *grads)
         grad_logprobs, grad_entropy, grad_logsumexp = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
         lse = logsumexp[rows]
-        grad_rows, grad_weight, grad_bias = recompute_backward(
+        grad_rows, grad_weight, grad_bias, grad_low_rank = recompute_backward(
             call,
             rows,
             # Log-probabilities are not needed again.
             TokenStatistics(lse, None if entropy is None else entropy[rows], lse),
             RowGradients(grad_logprobs, grad_entropy, grad_logsumexp).rows(rows),
-            ctx.needs_input_grad[:3],
+            ctx.needs_input_grad[:4],
         )
         grad_hidden: Tensor | None = None
         if grad_rows is not None:
@@ -121,8 +140,10 @@ class _RecomputeLogprobs(torch.autograd.Function):
             grad_hidden = total.finish()
         return (
             grad_hidden,
-            finish_weight_gradient(grad_weight, weight.dtype, call.groups),
-            finish_weight_gradient(grad_bias, weight.dtype, call.groups),
+            *(
+                grad if grad is None else finish_weight_gradient(grad, grad.dtype, call.groups)
+                for grad in (grad_weight, grad_bias, grad_low_rank)
+            ),
             None,
             None,
         )
@@ -133,33 +154,28 @@ def recompute_backward(
     rows: Tensor,  # [R]
     statistics: TokenStatistics,  # of [R]
     gradients: RowGradients,  # of [R]
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the rows' hidden states (compute dtype), weight and bias (their dtypes).
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the rows' hidden states (accumulation dtype), weight, bias and low-rank weight.
 
     Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in fp32
-    (inside one matrix product when there is one chunk) and rounded once; that of the hidden states
-    is summed over slabs.
+    (inside one matrix product when there is one chunk) and rounded once, to the dtype of its
+    tensor; that of the hidden states is summed over slabs.
     """
-    weight, bias, dtype = call.weight, call.bias, call.dtype
+    bias, dtype = call.bias, call.dtype
     hidden = gather_hidden(call.hidden_states, call.groups)[rows]
     labels, transform = call.labels[rows], call.transform.rows(rows)
-    num_rows, num_columns = rows.shape[0], weight.shape[0]
-    tiling = recompute_tiling(
-        num_rows, num_columns, gradient_itemsize(hidden, weight), *call.options.bounds
-    )
+    num_rows, num_columns = rows.shape[0], call.weight.shape[0]
+    itemsize = gradient_itemsize(hidden, call.slab(0, min(num_columns, 1)))
+    tiling = recompute_tiling(num_rows, num_columns, itemsize, *call.options.bounds)
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
-    grad_weight: Tensor | None = None
-    if needs[1]:
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    gradients_of = WeightGradients(call, hidden, (needs[1], needs[3]))
     grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
     row_spans = spans(num_rows, tiling.num_rows)
     for first, last in spans(num_columns, tiling.num_columns):
-        slab, tile = weight[first:last], call.tile(first, last)
-        slab_grad: Tensor | None = None
-        if needs[1] and len(row_spans) != 1:
-            slab_grad = torch.zeros_like(slab, dtype=dtype)
-        slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=weight.device)
+        slab, tile = call.slab(first, last), call.tile(first, last)
+        gradients_of.begin(first, last, len(row_spans))
+        slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=hidden.device)
         for start, stop in row_spans:
             chunk = slice(start, stop)
             grad_logits = tile_gradient(
@@ -173,15 +189,12 @@ def recompute_backward(
             )
             if grad_hidden is not None:
                 add_matmul_(grad_hidden[chunk], grad_logits, slab)
-            if slab_grad is not None:
-                add_matmul_(slab_grad, grad_logits.t(), hidden[chunk])
-            elif grad_weight is not None:
-                matmul_rounded(grad_logits.t(), hidden, out=grad_weight[first:last])
+            gradients_of.add(grad_logits, chunk)
             if grad_bias is not None:
                 slab_bias_grad += ScaledRows(grad_logits, None).column_sums()
             del grad_logits  # before the next tile is allocated
-        if grad_weight is not None and slab_grad is not None:
-            grad_weight[first:last] = slab_grad
+        gradients_of.end()
         if grad_bias is not None:
             grad_bias[first:last] = slab_bias_grad
-    return grad_hidden, grad_weight, grad_bias
+    grad_weight, grad_low_rank = gradients_of.results
+    return grad_hidden, grad_weight, grad_bias, grad_low_rank

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastrl.functional.head.matmul import add_matmul_, accumulation_dtype, matmul, matmul_rounded
+from fastrl.functional.head.matmul import accumulation_dtype, add_matmul_, matmul, matmul_rounded
 from fastrl.kernels import can_run
 
 
@@ -22,7 +22,7 @@ class ScaledRows:
         return matmul(self.matrix, weight)
 
     def transposed_times(self, hidden: Tensor, out: Tensor) -> None:
-        """out [S, D] = (factors matrix)^T h, summed in `accumulation_dtype` and rounded to out's."""
+        """out [S, D] = (factors matrix)^T h, summed in `accumulation_dtype`, rounded to out's."""
         matmul_rounded(self.matrix.t(), self._scaled(hidden), out=out)
 
     def add_transposed_times(self, hidden: Tensor, total: Tensor) -> None:

@@ -82,8 +82,8 @@ def finish_weight_gradient(
 ) -> Tensor | None:
     """The gradient of weight or bias in `dtype`; destroys `grad`.
 
-    That of a weight replicated over `sp` is all-reduced in `accumulation_dtype`, a part at a time: a sum
-    in 16 bits would round once a rank.
+    That of a weight replicated over `sp` is all-reduced in `accumulation_dtype`, a part at a time:
+    a sum in 16 bits would round once a rank.
     """
     if grad is None:
         return None
@@ -106,12 +106,12 @@ class HiddenGradient:
 
     def __init__(self, call: HeadCall) -> None:
         self._groups = call.groups
-        self._dtype = call.hidden_states.dtype
+        self._dtype = call.gradient_dtypes[0]
         self._gathers_hidden_states = gathers_hidden_states(call.groups)
         self._total = torch.zeros(
             call.num_tokens,
             call.hidden_states.shape[1],
-            dtype=accumulation_dtype(self._dtype) if self._gathers_hidden_states else self._dtype,
+            dtype=call.dtype if self._gathers_hidden_states else self._dtype,
             device=call.hidden_states.device,
         )
         self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values

@@ -51,9 +51,10 @@ def single_pass(
         The scalar loss, whose backward multiplies the gradients formed here by the upstream
         gradient, and the statistics [T].
     """
+    assert call.low_rank_weight is None, "a low-rank part takes slabs of the weight"
     chunk_spans = list(zip([0, *chunk_ends[:-1]], chunk_ends, strict=True)) if chunk_ends else []
     total, logprobs, entropy, logsumexp = _SinglePassLoss.apply(
-        *call.tensors, call.without_tensors(), loss, gradient_rows, chunk_spans
+        *call.tensors[:3], call.without_tensors(), loss, gradient_rows, chunk_spans
     )
     return total, TokenStatistics(logprobs, entropy, logsumexp)
 
@@ -115,6 +116,7 @@ class _SinglePass:
         weight, bias = call.weight, call.bias
         self.call, self.rows = call, gradient_rows
         self.hidden = gather_hidden(call.hidden_states, call.groups)
+        weight_dtype = call.gradient_dtypes[1]
         self.loss = torch.zeros((), dtype=call.dtype, device=weight.device)
         self.parts: list[TokenStatistics] = []
         self.grad_hidden = HiddenGradient(call) if needs[0] else None
@@ -123,7 +125,7 @@ class _SinglePass:
             # The product of a single chunk accumulates in fp32; several are summed in fp32.
             self.grad_weight = torch.empty(
                 weight.shape,
-                dtype=weight.dtype if num_chunks <= 1 else call.dtype,
+                dtype=weight_dtype if num_chunks <= 1 else call.dtype,
                 device=weight.device,
             )
             if num_chunks == 0:
@@ -134,11 +136,13 @@ class _SinglePass:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight and bias, in their dtypes."""
-        dtype, groups = self.call.weight.dtype, self.call.groups
+        call, bias = self.call, self.call.bias
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
-            finish_weight_gradient(self.grad_weight, dtype, groups),
-            finish_weight_gradient(self.grad_bias, dtype, groups),
+            finish_weight_gradient(self.grad_weight, call.gradient_dtypes[1], call.groups),
+            None
+            if bias is None
+            else finish_weight_gradient(self.grad_bias, bias.dtype, call.groups),
         )
 
     def chunk(self, start: int, stop: int, loss: ChunkLoss) -> None:
