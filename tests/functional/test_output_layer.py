@@ -15,6 +15,7 @@ from fastrl.functional.head.extra_statistics import StatisticName
 from fastrl.functional.linear_logprobs import linear_logprobs
 from fastrl.functional.reference.head import logits, token_statistics
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.parallel import ParallelGroups
 from tests.helpers.lora import lora_layer
 
 T, D, V = 11, 6, 23
@@ -241,3 +242,11 @@ def test_the_statistics_take_no_pass_unless_asked(monkeypatch: pytest.MonkeyPatc
     assert linear_logprobs(hidden, torch.randn(V, D).double(), labels).mean_logit is None
     with pytest.raises(ValueError, match="`statistics` must be among"):
         linear_logprobs(hidden, torch.randn(V, D).double(), labels, statistics=("x",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axis", ["sp", "tp"])
+def test_lora_under_a_sharded_head_is_refused(axis: str) -> None:
+    hidden, labels, _ = inputs()
+    groups = ParallelGroups(**{axis: cast(Any, object())})
+    with pytest.raises(ValueError, match="`weight` must not be a LoRA layer under"):
+        linear_logprobs(hidden, lora(), labels, groups=groups)

@@ -30,6 +30,12 @@ def check_inputs(
     """The checked call of the arguments of `linear_logprobs`, with its errors."""
     groups = groups or ParallelGroups()
     _check_operands(operands)
+    if operands.low_rank_weight is not None and (groups.tp, groups.sp) != (None, None):
+        raise ValueError(
+            "`weight` must not be a LoRA layer under vocabulary or sequence parallelism: the"
+            " gradient of its A would be that of this rank's tokens; merge the adapter, or use data"
+            " parallelism."
+        )
     hidden_states, weight = operands.hidden_states, operands.weight
     dtype = operands.operand_dtype
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
