@@ -1,0 +1,8 @@
+"""One recorded batch through the loss code of TRL, Liger, verl and torchtitan, and through fastrl.
+
+    python -m benchmarks.frameworks
+
+writes benchmarks/results/frameworks.json, from which `python -m benchmarks.table` makes the tables
+of docs/losses.md. A framework that is not installed is named as not run; `tests/peers/install`
+installs verl and torchtitan beside the environment.
+"""
