@@ -5,9 +5,10 @@
 A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a file of
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
-`benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`. The last two
-are sections with a heading, empty as long as there is no such file. With `--check` nothing is
-written, and a table that does not say what the files say is an error.
+`benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
+of `benchmarks.frameworks`. `memory` and `slabs` are sections with a heading, empty as long as there
+is no such file. With `--check` nothing is written, and a table that does not say what the files say
+is an error.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frameworks.table import sections
+
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "docs/results.md", "docs/sharding.md")]
-MARKED = re.compile(
-    r"(<!-- (benchmark|lengths|scaling|memory|slabs) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
-)
+PAGES = [
+    ROOT / name for name in ("README.md", "docs/losses.md", "docs/results.md", "docs/sharding.md")
+]
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks"
+MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -50,6 +54,7 @@ def with_tables(text: str) -> str:
         "scaling": speedup_table,
         "memory": memory_section,
         "slabs": slabs_section,
+        "frameworks": frameworks_tables,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -180,6 +185,12 @@ def slabs_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
             for row in rows
         ),
     ]
+
+
+def frameworks_tables(name: str) -> str:
+    """fastrl's losses against those of other frameworks."""
+    results = read(name)
+    return f"{provenance(results, name)}\n\n{sections(results)}\n"
 
 
 def section(
