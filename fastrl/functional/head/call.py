@@ -52,6 +52,12 @@ class HeadOperands:
         return [tensor for tensor in every if tensor is not None]
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Of hidden states, weight and low-rank weight, as they are given."""
+        low_rank = self.weight if self.low_rank_weight is None else self.low_rank_weight
+        return self.hidden_states.dtype, self.weight.dtype, low_rank.dtype
+
+    @property
     def operand_dtype(self) -> torch.dtype:
         """dtype of the operands of the products."""
         return self.dtype or self.hidden_states.dtype

@@ -29,13 +29,7 @@ def check_inputs(
 ) -> HeadCall:
     """The checked call of the arguments of `linear_logprobs`, with its errors."""
     groups = groups or ParallelGroups()
-    _check_operands(operands)
-    if operands.low_rank_weight is not None and (groups.tp, groups.sp) != (None, None):
-        raise ValueError(
-            "`weight` must not be a LoRA layer under vocabulary or sequence parallelism: the"
-            " gradient of its A would be that of this rank's tokens; merge the adapter, or use data"
-            " parallelism."
-        )
+    _check_operands(operands, groups)
     hidden_states, weight = operands.hidden_states, operands.weight
     dtype = operands.operand_dtype
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
@@ -61,18 +55,13 @@ def check_inputs(
         temperature = transform.temperature.to(accumulation_dtype(dtype))
         transform = replace(transform, temperature=temperature.expand(labels.shape))
     _check_options(options)
-    low_rank = operands.low_rank_weight
     return HeadCall(
         hidden_states=hidden_states,
         weight=weight,
         bias=operands.bias,
-        low_rank_weight=low_rank,
+        low_rank_weight=operands.low_rank_weight,
         operand_dtype=dtype,
-        gradient_dtypes=(
-            hidden_states.dtype,
-            weight.dtype,
-            weight.dtype if low_rank is None else low_rank.dtype,
-        ),
+        gradient_dtypes=operands.dtypes,
         labels=labels,
         rows=(labels != -100).nonzero()[:, 0] if rows is None else rows,
         transform=transform,
@@ -83,7 +72,13 @@ def check_inputs(
     )
 
 
-def _check_operands(operands: HeadOperands) -> None:
+def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:
+    if operands.low_rank_weight is not None and (groups.tp, groups.sp) != (None, None):
+        raise ValueError(
+            "`weight` must not be a LoRA layer under vocabulary or sequence parallelism: the"
+            " gradient of its A would be that of this rank's tokens; merge the adapter, or use data"
+            " parallelism."
+        )
     hidden_states, weight, bias = operands.hidden_states, operands.weight, operands.bias
     named = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
     for name, tensor in named.items():
