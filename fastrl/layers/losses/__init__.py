@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from fastrl.config.losses import AnyLossConfig
 from fastrl.config.user_losses import user_loss
+from fastrl.functional.metrics import add_metrics, finish_metrics, reduce_metrics
 from fastrl.layers.losses.base import LanguageModelLoss
 from fastrl.layers.losses.cispo import CISPOLoss
 from fastrl.layers.losses.clipped import GRPOLoss, GSPOLoss, GSPOTokenLoss, LUSPOLoss
@@ -19,7 +20,6 @@ from fastrl.layers.losses.dppo import DPPOLoss
 from fastrl.layers.losses.gmpo import GMPOLoss
 from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.policy_terms import PolicyTerms
-from fastrl.layers.losses.reduction import add_metrics, finish_metrics, reduce_metrics
 from fastrl.layers.losses.reinforce import ReinforceLoss
 from fastrl.layers.losses.sapo import SAPOLoss
 from fastrl.layers.losses.vespo import VESPOLoss

@@ -1,0 +1,90 @@
+"""Metrics that add up over chunks, micro-batches and ranks.
+
+The suffix of a metric's name determines how its parts are combined: `*_min` and `*_max` by minimum
+and maximum, all others by sum. A mean over tokens is therefore a sum divided by a count of the
+whole optimizer step, as in a loss: the step's value is the sum of the parts' values, never a mean
+of means. What does not add up is derived at the end from what does (`finish_metrics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastrl.parallel import gather_first_dim
+
+# The extreme of no values: finite, so that a part without tokens can be stored as it is.
+EXTREME = torch.finfo(torch.float32).max
+# Metrics that are importance weights: their effective sample size is derived.
+_WEIGHTS = ("ratio", "rollout_weight")
+
+
+def add_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The combined metrics of several parts (micro-batches) of one step."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    return {
+        name: _combine(name, torch.stack([part[name] for part in parts if name in part]))
+        for name in names
+    }
+
+
+def reduce_metrics(
+    metrics: Mapping[str, Tensor], groups: Sequence[ProcessGroup | None]
+) -> dict[str, Tensor]:
+    """The step's metrics over all ranks of `groups`, finished: one packed collective a group.
+
+    Every rank must hold the same names, which follow from the config and the batch's columns.
+    """
+    present = [group for group in groups if group is not None]
+    if metrics and present:
+        packed = torch.stack([wide(value) for value in metrics.values()])
+        for group in present:
+            parts = gather_first_dim(packed, group).view(-1, len(metrics))
+            combined = [_combine(name, parts[:, column]) for column, name in enumerate(metrics)]
+            packed = torch.stack(combined)
+        metrics = dict(zip(metrics, packed.unbind(), strict=True))
+    return finish_metrics(metrics)
+
+
+def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics of a whole step, with those derived from their sums.
+
+    `x_variance` = E[x^2] - E[x]^2 replaces `x_squared`; weights have `x_ess` = E[x]^2 / E[x^2],
+    their effective sample size as a share of the tokens; a mean over some of the documents is
+    divided by their share `x_share`; an extreme of no tokens is 0.
+    """
+    finished: dict[str, Tensor] = {}
+    for name, value in metrics.items():
+        base, _, kind = name.rpartition("_")
+        leaf = base.rpartition("/")[2]
+        share = metrics.get(f"{base if kind == 'squared' else name}_share")
+        if share is not None:
+            value = value / share.clamp(min=torch.finfo(share.dtype).tiny)
+        if kind in ("min", "max"):
+            value = torch.where(value.abs() >= EXTREME, 0, value)
+        if kind != "squared" or base not in metrics:
+            finished[name] = value
+            continue
+        mean = finished[base]
+        finished[f"{base}_variance"] = (value - mean.square()).clamp(min=0)
+        if leaf in _WEIGHTS:
+            tiny = torch.finfo(value.dtype).tiny
+            finished[f"{base}_ess"] = mean.square() / value.clamp(min=tiny)
+    return finished
+
+
+def _combine(name: str, parts: Tensor) -> Tensor:  # [N]
+    """The parts of a metric, combined by the suffix of its name."""
+    if name.endswith("_min"):
+        return parts.amin(0)
+    if name.endswith("_max"):
+        return parts.amax(0)
+    return parts.sum(0)
+
+
+def wide(values: Tensor) -> Tensor:
+    """`values` in float64 where the device has it: sums then do not depend on the split."""
+    return values.float() if values.device.type == "mps" else values.double()
