@@ -102,12 +102,12 @@ class TokenBatch:
     labels: Tensor  # [T] int64, -100 = none
     positions: Tensor  # [T] int64, from 0 in each document and in the padding
     document_index: Tensor  # [T] int64, -1 at padding
-    columns: dict[str, Tensor]  # [T] fp32 each, 0 at slots without label
+    columns: dict[str, Tensor]  # [T] fp32 or float64 each, 0 at slots without label
     document_lengths: tuple[int, ...]  # N
     document_label_counts: Tensor  # [N] int64
     temperatures: Tensor  # [N] float64
     model_versions: Tensor | None = None  # [N] int64, -1 = none
-    rewards: Tensor | None = None  # [N] fp32, NaN = none
+    rewards: Tensor | None = None  # [N] fp32 or float64, NaN = none
     group_ids: tuple[GroupId | None, ...] | None = None  # N
     kept_tokens: Tensor | None = None  # [T, K] int64, -1 fills up
 
@@ -121,6 +121,11 @@ class TokenBatch:
         columns: Collection[str] | None = None,
     ) -> TokenBatch:
         """Packs documents into one sequence, in order, and shifts labels inside each of them.
+
+        Columns, rewards and a temperature per token are fp32, or float64 if a document is: one
+        whose log-probabilities or advantages are a float64 array or tensor. That document's Python
+        numbers then stay float64 too; those of documents beside it are rounded to fp32 as in any
+        batch, so that no value depends on the packing.
 
         Args:
             documents: at most `sequence_length` tokens together.
@@ -355,6 +360,11 @@ class TokenBatch:
             cut_by_pieces=is_cut_by_pieces,
         )
 
+    @property
+    def _is_float64(self) -> bool:
+        """Whether a document's log-probabilities or advantages are float64."""
+        return any(column.dtype == torch.float64 for column in self.columns.values())
+
     def _temperature(
         self,
         slots: Tensor,  # [T_local]
@@ -363,7 +373,8 @@ class TokenBatch:
             return 1.0
         if bool((self.temperatures == self.temperatures[0]).all()):
             return float(self.temperatures[0])
-        return self._per_token(self.temperatures, 1)[slots].float()
+        temperatures = self._per_token(self.temperatures, 1)[slots]
+        return temperatures if self._is_float64 else temperatures.float()
 
     def _per_token(
         self,

@@ -16,9 +16,14 @@ from torch import Tensor
 from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS, LOGPROBS
 from fastrl.data.documents import Array, Document, DocumentError
 
+_NUMBERS = [field for field in BATCH_COLUMNS.values() if DOCUMENT_COLUMNS[field].per_token]
+_FLOAT64 = (torch.float64, np.dtype(np.float64))
+
 
 def check_document(number: int, document: Document) -> dict[str, Array]:
-    """The per-token numbers [n] fp32 of a document by field, 0 where a token is no label.
+    """The per-token numbers [n] of a document by field, 0 where a token is no label.
+
+    They are fp32, or float64 as `float_dtype` says.
 
     Args:
         number: of the document, for errors.
@@ -30,8 +35,8 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
     _, learned = checked_tokens(number, document)
     values = {
         field: label_values(number, document, field, learned)
-        for field in BATCH_COLUMNS.values()
-        if DOCUMENT_COLUMNS[field].per_token and getattr(document, field) is not None
+        for field in _NUMBERS
+        if getattr(document, field) is not None
     }
     kept_lists(number, document)
     return values
@@ -122,9 +127,12 @@ def label_values(
     field: str,
     learned: Array,  # [n]
 ) -> Array:  # [n]
-    """[n] fp32 values of a per-token field, 0 where a token is no label or has no value."""
+    """[n] values of a per-token field, 0 where a token is no label or has no value.
+
+    In `float_dtype(document)`; the range of fp32 is required of float64 too.
+    """
     values = getattr(document, field)
-    by_token = np.zeros(len(learned), dtype=np.float32)
+    by_token = np.zeros(len(learned), dtype=float_dtype(document))
     if values is None:
         return by_token
     if field == "advantage" and (_is_real(values) or np.ndim(values) == 0):
@@ -139,11 +147,23 @@ def label_values(
     with np.errstate(over="ignore"):  # what overflows fp32 is refused as infinite below
         by_token[first:] = array
     by_token[~learned] = 0
-    if not np.isfinite(by_token).all():
-        position = int(np.isfinite(by_token).argmin())
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_usable = np.isfinite(by_token.astype(np.float32, copy=False))
+    if not is_usable.all():
+        position = int(is_usable.argmin())
         got = f"got {by_token[position]} for token {position}"
         raise DocumentError(number, field, f"must be finite fp32 at every label, {got}")
     return by_token
+
+
+def float_dtype(document: Document) -> type[np.floating[Any]]:
+    """float64 if an array or tensor of the document's per-token numbers is, else fp32.
+
+    Python numbers (numpy's scalars among them) and sequences of them do not ask for float64.
+    """
+    given = (getattr(document, field) for field in _NUMBERS)
+    arrays = (values.dtype for values in given if isinstance(values, Tensor | np.ndarray))
+    return np.float64 if any(dtype in _FLOAT64 for dtype in arrays) else np.float32
 
 
 def kept_lists(number: int, document: Document) -> list[Array]:

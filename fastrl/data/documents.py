@@ -47,6 +47,9 @@ class Document:
     no effect. Fields may be sequences, numpy arrays or tensors. They are checked when a batch is
     made, which can then name the document.
 
+    Log-probabilities and advantages are fp32 in a batch. Where one of them is a float64 array or
+    tensor, all of the document's are float64, Python numbers too.
+
     Attributes:
         tokens: [n] token ids, n >= 1.
         prompt_length: the first so many tokens are context and get no label. Exactly one of

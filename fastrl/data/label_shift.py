@@ -50,6 +50,9 @@ def shift_documents(
         for name, field in carried.items()
         if DOCUMENT_COLUMNS[field].per_token
     }
+    # A float64 document makes all columns of its batch float64; the others' values are fp32 in them.
+    joined = {name: _joined(values, np.float32) for name, values in by_token.items()}
+    is_float64 = any(values.dtype == np.float64 for values in joined.values())
     tokens = _joined([ids for ids, _ in checked], np.int64)
     is_label = _joined([learned for _, learned in checked], np.bool_)
     index = np.repeat(np.arange(len(documents)), lengths)
@@ -61,14 +64,12 @@ def shift_documents(
         "labels": _shifted(np.where(is_label, tokens, IGNORE_LABEL), IGNORE_LABEL),
         "positions": torch.from_numpy(np.arange(len(tokens)) - starts[index]),
         "document_index": torch.from_numpy(index),
-        "columns": {
-            name: _shifted(_joined(values, np.float32), 0) for name, values in by_token.items()
-        },
+        "columns": {name: _shifted(values, 0) for name, values in joined.items()},
         "document_lengths": tuple(lengths.tolist()),
         "document_label_counts": torch.tensor(label_counts, dtype=torch.int64),
         "temperatures": torch.tensor(temperatures, dtype=torch.float64),
         "model_versions": _model_versions(documents) if "model_version" in carried else None,
-        "rewards": _rewards(documents),
+        "rewards": _rewards(documents, torch.float64 if is_float64 else torch.float32),
         "group_ids": None if set(group_ids) <= {None} else group_ids,
         "kept_tokens": _kept_tokens(documents),
     }
@@ -130,9 +131,9 @@ def _model_versions(documents: Sequence[Document]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _rewards(documents: Sequence[Document]) -> Tensor | None:
+def _rewards(documents: Sequence[Document], dtype: torch.dtype) -> Tensor | None:
     rewards = [document.reward for document in documents]
     if all(reward is None for reward in rewards):
         return None
     numbers = [nan if reward is None else float(reward) for reward in rewards]
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=dtype)

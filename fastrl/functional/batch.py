@@ -90,7 +90,8 @@ class BatchKwargs:
             per-document buffers on all its ranks.
         num_labels_in_batch: labels of the optimizer step: all data ranks, all micro-batches.
         num_documents_in_batch: documents with a label of the optimizer step.
-        advantages: [T] fp32, 0 at slots without label, as in the three that follow.
+        advantages: [T] fp32 (float64 of float64 documents, as all that is fp32 here but for
+            counts), 0 at slots without label, as in the three that follow.
         old_logprobs: [T] fp32 nats, denominator of the ratio.
         ref_logprobs: [T] fp32 nats, under the frozen reference.
         rollout_logprobs: [T] fp32 nats, the sampler's own.
