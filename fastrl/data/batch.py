@@ -358,6 +358,7 @@ class TokenBatch:
             active_document_rows=active_document_rows,
             whole_documents=not is_cut,
             cut_by_pieces=is_cut_by_pieces,
+            max_document_length=max(self.document_lengths, default=0),
         )
 
     @property

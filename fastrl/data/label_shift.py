@@ -50,7 +50,7 @@ def shift_documents(
         for name, field in carried.items()
         if DOCUMENT_COLUMNS[field].per_token
     }
-    # A float64 document makes all columns of its batch float64; the others' values are fp32 in them.
+    # A float64 document makes all columns of its batch float64; the values of others are fp32.
     joined = {name: _joined(values, np.float32) for name, values in by_token.items()}
     is_float64 = any(values.dtype == np.float64 for values in joined.values())
     tokens = _joined([ids for ids, _ in checked], np.int64)

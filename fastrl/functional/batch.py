@@ -95,7 +95,8 @@ class BatchKwargs:
         old_logprobs: [T] fp32 nats, denominator of the ratio.
         ref_logprobs: [T] fp32 nats, under the frozen reference.
         rollout_logprobs: [T] fp32 nats, the sampler's own.
-        temperature: one number if all documents share it, else [T] fp32, 1 at padding.
+        temperature: one number (or tensor []) if all documents share it, else [T] fp32, 1 at
+            padding.
         model_version: [T] int64, -1 where there is none (padding, documents without label).
         rewards: [num_documents] fp32, NaN = none, for metrics.
         current_version: of the weights being trained; for staleness.
@@ -114,6 +115,9 @@ class BatchKwargs:
         whole_documents: no document with a label is cut by this split of the packed sequence: the
             same on all its sequence-data ranks and micro-sequences, so that the choice of
             collectives may depend on it.
+        max_document_length: tokens of the longest document of the whole packed sequence, a host
+            number as attention over documents takes it; padding, which is none, may be longer. 0
+            without documents, None in batches made by hand.
         cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
             that sums over documents are not possible. The same on all ranks.
 
@@ -136,7 +140,7 @@ class BatchKwargs:
     )  # [T]
     temperature: float | Tensor = field(
         default=1.0, metadata=_float("temperature")
-    )  # scalar or [T]
+    )  # number, [] or [T]
     model_version: Tensor | None = field(default=None, metadata=_int64("model_version"))  # [T]
     rewards: Tensor | None = None  # [num_documents]
     current_version: int | None = None
@@ -150,15 +154,17 @@ class BatchKwargs:
     active_document_rows: RowSet | None = None
     whole_documents: bool = True
     cut_by_pieces: bool = False
+    max_document_length: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""
         shape = self.labels.shape
         for name, dtype in _DTYPES.items():
             value = getattr(self, name)
-            if not isinstance(value, Tensor) or (name == "temperature" and value.ndim == 0):
+            if not isinstance(value, Tensor):
                 continue
-            if value.shape != shape or value.ndim != 1:
+            is_shared = name == "temperature" and value.ndim == 0
+            if not is_shared and (value.shape != shape or value.ndim != 1):
                 raise ValueError(
                     f"`{name}` must be of shape [T], one value a label ({list(shape)}), got "
                     f"{list(value.shape)}"

@@ -353,3 +353,37 @@ def test_no_python_loop_runs_over_tokens() -> None:
 
     calls(10)  # the first call also imports and compiles
     assert calls(100_000) <= calls(10) + 10
+
+
+def test_the_longest_document_is_known_on_the_host_in_every_piece() -> None:
+    documents = [Document([1] * n, prompt_length=1) for n in (2, 5, 3)]
+    batch = TokenBatch.from_documents(documents, pad_to_multiple=16)
+    for (kwargs,) in _shards(batch, 2, 1, "zigzag"):
+        assert kwargs.max_document_length == 5
+    pieces = batch.to_kwargs(micro_sequences=4)
+    assert [piece.max_document_length for piece in pieces] == [5] * 4
+    kwargs = pieces[0]
+    for derived in (kwargs.span(1, 3), kwargs.select(torch.tensor([0])), kwargs.to("cpu")):
+        assert derived.max_document_length == 5
+    assert TokenBatch.from_documents([]).to_kwargs()[0].max_document_length == 0
+    by_hand = BatchKwargs(
+        **{name: getattr(kwargs, name) for name in ("tokens", "positions", "labels")},
+        document_index=kwargs.document_index,
+        label_counts=kwargs.label_counts,
+        num_documents=3,
+        num_labels_in_batch=1,
+        num_documents_in_batch=1,
+    )
+    assert by_hand.max_document_length is None
+
+
+def test_a_temperature_may_be_a_tensor_without_dimensions() -> None:
+    (kwargs,) = TokenBatch.from_documents([Document([1, 2], prompt_length=1)]).to_kwargs()
+    shared = kwargs.replace(temperature=torch.tensor(0.5)).select(slice(0, 1)).to("cpu")
+    assert shared.temperature == torch.tensor(0.5)
+    with pytest.raises(ValueError, match=r"`temperature` must be floating-point, got torch\.int64"):
+        kwargs.replace(temperature=torch.tensor(1))
+    with pytest.raises(ValueError, match=r"`temperature` must be of shape \[T\]"):
+        kwargs.replace(temperature=torch.tensor([0.5]))
+    with pytest.raises(ValueError, match=r"`advantages` must be of shape \[T\]"):
+        kwargs.replace(advantages=torch.tensor(0.5))
