@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from fastrl.config import LanguageModelHeadConfig, LlamaConfig
     from fastrl.data.batch import BatchCounts, TokenBatch
     from fastrl.data.documents import Document
+    from fastrl.data.step import OptimizerStep
     from fastrl.environments import Environment, Problem
     from fastrl.functional.batch import BatchKwargs, RowSet
     from fastrl.functional.linear_logprobs import linear_logprobs
+    from fastrl.functional.metrics import add_metrics, finish_metrics, reduce_metrics
     from fastrl.functional.statistics import TokenStatistics
     from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
     from fastrl.models.llama import Llama
@@ -29,12 +31,16 @@ __all__ = [
     "LanguageModelHeadConfig",
     "Llama",
     "LlamaConfig",
+    "OptimizerStep",
     "ParallelGroups",
     "Problem",
     "RowSet",
     "TokenBatch",
     "TokenStatistics",
+    "add_metrics",
+    "finish_metrics",
     "linear_logprobs",
+    "reduce_metrics",
 ]
 
 _MODULES = {
@@ -47,12 +53,16 @@ _MODULES = {
     "LanguageModelHeadConfig": "fastrl.config",
     "Llama": "fastrl.models.llama",
     "LlamaConfig": "fastrl.config",
+    "OptimizerStep": "fastrl.data.step",
     "ParallelGroups": "fastrl.parallel",
     "Problem": "fastrl.environments",
     "RowSet": "fastrl.functional.batch",
     "TokenBatch": "fastrl.data.batch",
     "TokenStatistics": "fastrl.functional.statistics",
+    "add_metrics": "fastrl.functional.metrics",
+    "finish_metrics": "fastrl.functional.metrics",
     "linear_logprobs": "fastrl.functional.linear_logprobs",
+    "reduce_metrics": "fastrl.functional.metrics",
 }
 
 

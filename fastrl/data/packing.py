@@ -32,6 +32,17 @@ def pack_documents(
     Raises:
         DocumentError: (a ValueError) for a document that is too long.
     """
+    packs = pack_numbers(documents, max_tokens, order=order)
+    return [[documents[number] for number in numbers] for numbers in packs]
+
+
+def pack_numbers(
+    documents: Sequence[Document],
+    max_tokens: int,
+    *,
+    order: Literal["first_fit_decreasing", "in_order"] = "first_fit_decreasing",
+) -> list[list[int]]:
+    """As `pack_documents`, the 0-based numbers of the documents of each pack, increasing."""
     if order not in ("first_fit_decreasing", "in_order"):
         raise ValueError(f"`order` must be 'first_fit_decreasing' or 'in_order', got {order!r}")
     lengths = [len(document.tokens) for document in documents]
@@ -40,7 +51,7 @@ def pack_documents(
             problem = f"must have at most {max_tokens} entries (`max_tokens`), got {length}"
             raise DocumentError(number, "tokens", problem)
     pack = _first_fit_decreasing if order == "first_fit_decreasing" else _in_order
-    return [[documents[number] for number in numbers] for numbers in pack(lengths, max_tokens)]
+    return pack(lengths, max_tokens)
 
 
 def _in_order(lengths: list[int], max_tokens: int) -> list[list[int]]:

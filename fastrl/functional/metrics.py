@@ -8,7 +8,7 @@ of means. What does not add up is derived at the end from what does (`finish_met
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ _WEIGHTS = ("ratio", "rollout_weight")
 
 
 def add_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The combined metrics of several parts (micro-batches) of one step."""
+    """The combined metrics of several parts (micro-batches) of one step.
+
+        sum over the parts, or minimum of `*_min`, maximum of `*_max`
+
+    Args:
+        parts: the `metrics` of several `HeadOutput`s whose batches had the counts of the whole step
+            (`BatchCounts`), by name scalars.
+    """
     names = list(dict.fromkeys(name for part in parts for name in part))
     return {
         name: _combine(name, torch.stack([part[name] for part in parts if name in part]))
@@ -37,7 +44,22 @@ def reduce_metrics(
     """The step's metrics over all ranks of `groups`, finished: one packed collective a group.
 
     Every rank must hold the same names, which follow from the config and the batch's columns.
+
+    Args:
+        metrics: of this rank's part of the step, from `add_metrics`.
+        groups: over whose ranks losses add up: `head.loss_groups`. None is one rank.
+
+    Returns:
+        Scalars on the device by name, equal on all ranks; see `finish_metrics`.
+
+    Raises:
+        TypeError: `groups` are not process groups one by one.
     """
+    if not isinstance(groups, Iterable):
+        raise TypeError(
+            "`groups` must be a sequence of process groups, such as `head.loss_groups`, got a"
+            f" {type(groups).__name__}"
+        )
     present = [group for group in groups if group is not None]
     if metrics and present:
         packed = torch.stack([wide(value) for value in metrics.values()])
@@ -55,6 +77,9 @@ def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     `x_variance` = E[x^2] - E[x]^2 replaces `x_squared`; weights have `x_ess` = E[x]^2 / E[x^2],
     their effective sample size as a share of the tokens; a mean over some of the documents is
     divided by their share `x_share`; an extreme of no tokens is 0.
+
+    Args:
+        metrics: the sums of all parts and ranks. `reduce_metrics` finishes its own.
     """
     finished: dict[str, Tensor] = {}
     for name, value in metrics.items():

@@ -1,0 +1,97 @@
+"""Micro-batches that all data ranks can run together: equally many, with the same columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastrl.data.batch import TokenBatch
+from fastrl.data.columns import BATCH_COLUMNS
+from fastrl.parallel import ParallelGroups
+
+
+def equal_batches(
+    batches: Sequence[TokenBatch],
+    groups: ParallelGroups | None = None,
+    *,
+    pad_to_multiple: int = 1,
+) -> list[TokenBatch]:
+    """The batches, and as many empty ones as the data rank with the most has more.
+
+    An empty batch has no document and counts nowhere. All batches carry the optional values that
+    any batch of any rank does, so that their losses run and their metrics have the same names:
+    advantages and log-probabilities of 0 (there is no label that has them), versions of -1, rewards
+    of NaN, no groups, no kept tokens.
+
+    Args:
+        batches: of this data rank; may be empty.
+        groups: `dp`, over which the ranks agree in one all-reduce, whose result the host waits for.
+        pad_to_multiple: the slots of an empty batch, all padding.
+
+    Raises:
+        ValueError: batches with labels carry a column on some ranks and not on others; the same on
+            all ranks.
+    """
+    most, fields = _agreed(batches, groups)
+    empty = TokenBatch.from_documents([], sequence_length=pad_to_multiple)
+    return [_with_fields(batch, fields) for batch in [*batches, *[empty] * (most - len(batches))]]
+
+
+def _fields(batch: TokenBatch) -> dict[str, bool]:
+    """Which of the optional values a batch carries."""
+    carries = {name: name in batch.columns for name in BATCH_COLUMNS}
+    return carries | {
+        "model_version": batch.model_versions is not None,
+        "rewards": batch.rewards is not None,
+        "group_ids": batch.group_ids is not None,
+        "kept_tokens": batch.kept_tokens is not None,
+    }
+
+
+def _agreed(
+    batches: Sequence[TokenBatch], groups: ParallelGroups | None
+) -> tuple[int, dict[str, bool]]:
+    """The most micro-batches of any data rank, and the optional values that any of them carries.
+
+    All ranks get the same answer, and raise the same error.
+    """
+    given = [_fields(batch) for batch in batches]
+    names = list(_fields(TokenBatch.from_documents([])))
+    carried = [any(fields[name] for fields in given) for name in names]
+    labelled = [fields for batch, fields in zip(batches, given, strict=True) if batch.num_labels]
+    lacking = [any(not fields[name] for fields in labelled) for name in BATCH_COLUMNS]
+    numbers = [len(batches), *map(int, carried), *map(int, lacking)]
+    group = None if groups is None else groups.dp
+    if group is not None:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        largest = torch.tensor(numbers, device=device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        numbers = largest.tolist()
+    fields = dict(zip(names, map(bool, numbers[1:]), strict=False))
+    is_lacking = dict(zip(BATCH_COLUMNS, numbers[1 + len(names) :], strict=True))
+    if wrong := [name for name, lacks in is_lacking.items() if lacks and fields[name]]:
+        raise ValueError(
+            f"`documents` with labels must have {wrong} on all data ranks or on none, got some with"
+            " and some without; give them to all, or name the `columns` to carry"
+        )
+    return numbers[0], fields
+
+
+def _with_fields(batch: TokenBatch, fields: Mapping[str, bool]) -> TokenBatch:
+    """The batch with all optional values of `fields`; those that it lacked say that it has none."""
+    num_slots, num_documents = batch.padded_length, batch.num_documents
+    columns = {name: torch.zeros(num_slots) for name in BATCH_COLUMNS if fields[name]}
+    columns.pop("model_version", None)
+    missing: dict[str, Any] = {
+        "model_versions": torch.full((num_documents,), -1) if fields["model_version"] else None,
+        "rewards": torch.full((num_documents,), nan) if fields["rewards"] else None,
+        "group_ids": (None,) * num_documents if fields["group_ids"] else None,
+        "kept_tokens": torch.full((num_slots, 1), -1) if fields["kept_tokens"] else None,
+    }
+    changes = {name: value for name, value in missing.items() if getattr(batch, name) is None}
+    return replace(batch, columns=columns | batch.columns, **changes)
