@@ -12,14 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import RunConfig
-from fastrl.data.batch import BatchCounts, BatchKwargs, TokenBatch
+from fastrl.data.batch import BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.data.partition import micro_batches_of_rank
-from fastrl.layers.losses import (
-    LanguageModelPolicyGradientLoss,
-    add_metrics,
-    reduce_metrics,
-)
+from fastrl.data.step import OptimizerStep
+from fastrl.layers.losses import LanguageModelPolicyGradientLoss
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import reduce_gradients
@@ -131,15 +128,13 @@ class Phase:
         mini_batches, epochs = 1, 1
         if isinstance(self.config, RLPhaseConfig):
             mini_batches, epochs = self.config.mini_batches, self.config.epochs
-        updates = [
-            self._micro_batches(part) for part in split_groups(rollouts.documents, mini_batches)
-        ]
+        updates = [self._prepared(part) for part in split_groups(rollouts.documents, mini_batches)]
         num_updates = self.config.steps * mini_batches * epochs
         number = self.steps_done * mini_batches * epochs
         results = []
         for _ in range(epochs):
-            for micro_batches in updates:
-                results.append(self._update(micro_batches, number, num_updates))
+            for step, micro_batches in updates:
+                results.append(self._update(step, micro_batches, number, num_updates))
                 number += 1
         self.steps_done += 1
         names = list(results[0]) if results else []
@@ -147,55 +142,52 @@ class Phase:
         num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
         return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples)
 
-    def _micro_batches(self, documents: Sequence[Document]) -> list[MicroBatch]:
+    def _prepared(self, documents: Sequence[Document]) -> tuple[OptimizerStep, list[MicroBatch]]:
         """The packed documents of one update, with the log-probabilities that its losses need."""
         groups, parallel = self._context.llama.groups, self._context.processes.config
         max_tokens = self.config.max_tokens_per_micro_batch
         packs = micro_batches_of_rank(
             documents, group_rank(groups.dp), group_size(groups.dp), max_tokens
         )
-        batches = [TokenBatch.from_documents(pack) for pack in packs]
-        counts = BatchCounts.of(batches, groups)
-
-        def kwargs(batch: TokenBatch, *, join: bool) -> tuple[BatchKwargs, ...]:
-            return batch.to_kwargs(
-                groups,
-                parallel.micro_sequences,
-                layout=parallel.sequence_layout,
-                join=join,
-                counts=counts,
-                device=self._context.device,
-            )
-
+        step = OptimizerStep(
+            [TokenBatch.from_documents(pack) for pack in packs],
+            groups,
+            device=self._context.device,
+            layout=parallel.sequence_layout,
+        )
         result = []
-        for batch in batches:
-            (whole,) = kwargs(batch, join=True)
+        for batch in step.batches:
+            (whole,) = step.to_kwargs(batch, parallel.micro_sequences, join=True)
             if self._recomputes_old:
                 whole = whole.replace(old_logprobs=evaluated(self._context.llama, whole))
             if self.reference is not None:
                 whole = whole.replace(ref_logprobs=evaluated(self.reference, whole))
-            pieces = kwargs(batch, join=False) if parallel.micro_sequences > 1 else ()
+            is_cut = parallel.micro_sequences > 1
+            pieces = step.to_kwargs(batch, parallel.micro_sequences) if is_cut else ()
             result.append(MicroBatch(whole, pieces))
-        return result
+        return step, result
 
     def _update(
-        self, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
+        self,
+        step: OptimizerStep,
+        micro_batches: Sequence[MicroBatch],
+        number: int,
+        num_updates: int,
     ) -> dict[str, float]:
         """The metrics of one update with the summed gradients of the micro-batches."""
         llama = self._context.llama
-        parts, strategies = [], []
+        strategies = []
         for batch in micro_batches:
             if batch.pieces:
                 output = backward_in_pieces(llama, batch.pieces, batch.whole)
             else:
                 output = llama(batch.whole)
                 output.loss.backward()
-            assert output.loss is not None
-            parts.append({"loss": output.loss.detach().double(), **output.metrics})
+            step.add(output)
             strategies.append(output.strategy)
         reduce_gradients(llama)
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
-        totals = reduce_metrics(add_metrics(parts), llama.lm_head.loss_groups)
+        totals = step.finish(llama.lm_head.loss_groups)
         values = {**totals, "grad_norm": norm}
         # All numbers in one transfer, the only host synchronisation of an update.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()

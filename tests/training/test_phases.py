@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from fastrl import OptimizerStep
 from fastrl.environments import Problem
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
@@ -74,9 +75,13 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
     update = Phase._update
 
     def recorded(
-        phase: Phase, micro_batches: Sequence[MicroBatch], number: int, num_updates: int
+        phase: Phase,
+        step: OptimizerStep,
+        micro_batches: Sequence[MicroBatch],
+        number: int,
+        num_updates: int,
     ) -> dict[str, float]:
-        result = update(phase, micro_batches, number, num_updates)
+        result = update(phase, step, micro_batches, number, num_updates)
         ratios.append((result["policy/ratio_min"], result["policy/ratio_max"]))
         return result
 
