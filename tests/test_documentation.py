@@ -4,8 +4,10 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fastrl.config import ConfigError, RunConfig, load_config, parse_config
 from fastrl.config.yaml_text import parse_yaml
@@ -98,6 +100,22 @@ def test_python_examples_run(page: str) -> None:
     scope: dict[str, object] = {}
     for block in _blocks(ROOT / page, "python"):
         exec(compile(block, page, "exec"), scope)
+
+
+def test_the_loop_of_the_readme_does_not_depend_on_its_micro_batches() -> None:
+    (block,) = _blocks(ROOT / "README.md", "python")
+    results = []
+    for max_tokens in (6, 100):
+        text = block.replace("bfloat16", "float64").replace("=6)", f"={max_tokens})")
+        torch.manual_seed(0)
+        scope: dict[str, Any] = {}
+        exec(compile(text, "README.md", "exec"), scope)
+        grads = [scope[name].weight.grad for name in ("body", "head")]
+        results.append((len(scope["step"]), grads, scope["metrics"]))
+    (two, grads, metrics), (one, expected_grads, expected) = results
+    assert (two, one) == (2, 1)
+    torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-12)
+    torch.testing.assert_close(metrics, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -140,7 +140,7 @@ class BatchKwargs:
     )  # [T]
     temperature: float | Tensor = field(
         default=1.0, metadata=_float("temperature")
-    )  # number, [] or [T]
+    )  # scalar or [T]
     model_version: Tensor | None = field(default=None, metadata=_int64("model_version"))  # [T]
     rewards: Tensor | None = None  # [num_documents]
     current_version: int | None = None

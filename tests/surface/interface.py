@@ -40,6 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "without_zero_groups",
     ),
     "fastrl.data.packing": ("pack_documents",),
+    "fastrl.data.padded": ("documents_from_padded", "padded_from_documents"),
     "fastrl.data.preferences": ("preference_pairs",),
     "fastrl.data.rollouts": ("RolloutFileError", "read_rollouts", "write_rollouts"),
     "fastrl.models.checkpoint": ("load_llama", "load_weights", "read_llama_config", "save_llama"),
