@@ -1,0 +1,1 @@
+"""Adapters: the head in other projects' models and trainers."""
