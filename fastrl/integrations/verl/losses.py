@@ -49,8 +49,9 @@ def verl_loss(options: Mapping[str, Any], *, dual_clip: bool = False) -> VerlLos
     The factor dp_size undoes the mean over data ranks that FSDP takes of the gradients.
 
     Args:
-        options: of a loss's config, `type` among them. `epsilon_low` and `epsilon_high` that are
-            not given are verl's `clip_ratio_low` and `clip_ratio_high`, or `clip_ratio`.
+        options: of a loss's config, `type` among them. `epsilon_low` and `epsilon_high`, where the
+            loss has them and they are not given, are verl's `clip_ratio_low` and
+            `clip_ratio_high`, or `clip_ratio`.
         dual_clip: whether `delta` is verl's `clip_ratio_c`.
 
     Returns:
@@ -61,7 +62,7 @@ def verl_loss(options: Mapping[str, Any], *, dual_clip: bool = False) -> VerlLos
     Raises:
         ValueError: an option that verl sets or whose columns it does not have.
     """
-    _refuse_options(options)
+    known = type(_checked(options)).model_fields
 
     def loss(
         old_log_prob: Tensor,  # [B, L]
@@ -74,8 +75,9 @@ def verl_loss(options: Mapping[str, Any], *, dual_clip: bool = False) -> VerlLos
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if config is None:
             raise ValueError("`config` must be verl's actor config, got None.")
-        values = dict(_clip_options(config, dual_clip=dual_clip), **options)
-        values |= _normalisation(loss_agg_mode, config, log_prob.shape[1])
+        clip = _clip_options(config, dual_clip=dual_clip)
+        values = {name: value for name, value in clip.items() if name in known}
+        values |= {**options, **_normalisation(loss_agg_mode, config, log_prob.shape[1])}
         ours = build_loss(TypeAdapter(AnyLossConfig).validate_python(values))
         assert isinstance(ours, LanguageModelPolicyGradientLoss)
         if rollout_is_weights is not None:
@@ -96,8 +98,8 @@ def verl_loss(options: Mapping[str, Any], *, dual_clip: bool = False) -> VerlLos
     return loss
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    """Raises for options that the caller of the loss decides, and for what is no policy loss."""
+def _checked(options: Mapping[str, Any]) -> PolicyGradientLossConfig:
+    """The config of a policy loss without what verl decides or does not have."""
     for name in ("normalisation", "length", "weight"):
         if name in options:
             raise ValueError(
@@ -118,6 +120,7 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
             f" options that need {wanted}; verl adds KL, entropy and rollout weights itself"
             " (`use_kl_loss`, `entropy_coeff`, `algorithm.rollout_correction`)."
         )
+    return config
 
 
 def _clip_options(config: Any, *, dual_clip: bool) -> dict[str, float]:
