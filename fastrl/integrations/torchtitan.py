@@ -42,6 +42,8 @@ class HeadLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):  # type: ignore[misc]
+        """What the loss is of; torchtitan builds it from its own config."""
+
         losses: dict[str, Any] = field(default_factory=lambda: {"policy": {"type": "grpo"}})
         """The losses by name, as in `LanguageModelHeadConfig`; `normalisation` is `tokens`."""
 
