@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.head.extra_statistics import StatisticName
 from fastrl.functional.linear_logprobs import linear_logprobs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
@@ -37,7 +38,7 @@ def token_statistics(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     entropy: bool = False,
-    statistics: Collection[str] = (),
+    statistics: Collection[StatisticName] = (),
     **inputs: Any,
 ) -> TokenStatistics | Tensor:
     """Statistics [B, S] of `labels` under the model, differentiable; see `linear_logprobs`.

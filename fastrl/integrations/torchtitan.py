@@ -54,8 +54,7 @@ class HeadLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """Further fields of `LanguageModelHeadConfig`, such as `softcap`."""
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
-        is_compiled = compile_config is not None and compile_config.enable
-        if is_compiled and "loss" in compile_config.components:
+        if compile_config and compile_config.enable and "loss" in compile_config.components:
             raise ValueError(
                 "`compile.components` must not have 'loss' with HeadLoss, whose kernels are"
                 f" compiled already, got {compile_config.components}."
@@ -179,18 +178,13 @@ def _run(
 
     def forward(hidden: Tensor) -> Tensor:
         weight: Any = layer.weight
-        output = head(
-            hidden,
-            batch,
-            weight=weight,
-            bias=getattr(layer, "bias", None),
-            compute_loss=True,
-        )
+        bias: Any = layer.bias
+        output: HeadOutput = head(hidden, batch, weight=weight, bias=bias, compute_loss=True)
         found.append(output)
         assert output.loss is not None
         return output.loss
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
     try:
         loss = layer(hidden_states)
     finally:

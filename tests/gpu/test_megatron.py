@@ -1,11 +1,12 @@
 """The head in Megatron-core's place on one GPU: bf16 weights, fp32 `main_grad`, memory and time.
 
-It needs the wheel of megatron-core 0.16.1 alone (`pip install --no-deps megatron-core==0.16.1`), not
-Transformer Engine and not Apex. `pytest tests/gpu/test_megatron.py -s` prints what was measured.
+It needs the wheel of megatron-core 0.16.1 alone (`pip install --no-deps megatron-core==0.16.1`),
+not Transformer Engine and not Apex. `pytest tests/gpu/test_megatron.py -s` shows what was measured.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,18 +26,17 @@ from tests.helpers.peer_packages import peer_module
 
 pytestmark = pytest.mark.gpu
 
-CASE = MegatronCase(
-    main_grad=True, dtype=torch.bfloat16, width=512, vocabulary=65536, length=2048
-)
+CASE = MegatronCase(main_grad=True, dtype=torch.bfloat16, width=512, vocabulary=65536, length=2048)
 
 
 @pytest.fixture(scope="module")
-def adapter() -> Iterator[Any]:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The adapter, with Megatron's groups over one rank of NCCL."""
     module = peer_module("fastrl.integrations.megatron")
     state = peer_module("megatron.core.parallel_state")
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    folder = tmp_path_factory.mktemp("rendezvous")
+    dist.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{folder}/store")
     yield module
     state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -59,7 +59,7 @@ def test_bf16_with_main_grad_is_at_least_as_exact_as_megatron(tied: bool, adapte
     own_grads = megatron_gradients(model, own.sum())
     found = adapter.token_statistics(model, megatron_labels(case), **megatron_inputs(case)).logprobs
     grads = megatron_gradients(model, found.sum())
-    assert grads and all(grad.dtype == torch.float32 for grad in grads.values())
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
     assert _distance(found, expected) <= 1.1 * _distance(own, expected)
     for name, want in wanted.items():
         floor = 1e-6 * float(want.norm())
@@ -77,10 +77,10 @@ def test_time_and_memory_beside_megatrons_logits(adapter: Any) -> None:
 
     own_time, own_peak = _measured(own)
     time, peak = _measured(ours)
-    print(
+    sys.stdout.write(
         f"\nMegatron-core output layer, {labels.numel()} tokens, D {CASE.width}, V"
         f" {CASE.vocabulary}, bf16, {torch.cuda.get_device_name()}: own logits {own_time:.1f} ms,"
-        f" {own_peak / 2**30:.2f} GiB; head {time:.1f} ms, {peak / 2**30:.2f} GiB"
+        f" {own_peak / 2**30:.2f} GiB; head {time:.1f} ms, {peak / 2**30:.2f} GiB\n"
     )
     # One [B, S, V] of fp32 logits is 1 GiB here; the head has none.
     assert peak < own_peak - labels.numel() * CASE.vocabulary * 4
@@ -89,7 +89,7 @@ def test_time_and_memory_beside_megatrons_logits(adapter: Any) -> None:
 def _own_logprobs(model: Any, case: MegatronCase) -> Tensor:
     logits = model(**megatron_inputs(case)).float()
     labels = megatron_labels(case)
-    logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    logprobs: Tensor = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return logprobs.where(labels != -100, 0)
 
 
@@ -99,7 +99,7 @@ def _backward(model: Any, loss: Tensor) -> None:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    return (found.double() - expected.double()).norm().item()
+    return float((found.double() - expected.double()).norm())
 
 
 def _measured(step: Callable[[], None]) -> tuple[float, int]:

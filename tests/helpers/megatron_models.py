@@ -37,7 +37,7 @@ def start_megatron() -> torch.device:
     state = peer_module("megatron.core.parallel_state")
     random = peer_module("megatron.core.tensor_parallel.random")
     norms = peer_module("megatron.core.transformer.torch_norm")
-    # torch's own, which Megatron refuses under sequence parallelism because nothing sums its gradient.
+    # torch's own, refused under sequence parallelism because nothing sums its gradient there.
     norms.WrappedTorchNorm.__new__ = _norm
     on_gpu = torch.cuda.is_available()
     if not on_gpu:

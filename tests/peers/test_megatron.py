@@ -85,7 +85,9 @@ def _compare(case: MegatronCase, processor: bool) -> dict[str, float]:
     assert "_postprocess" not in vars(inner)
     assert sum(float(grad.abs().max() > 0) for grad in wanted.values()) > 5
     if case.main_grad:
-        weight = inner.shared_embedding_or_output_weight() if case.tied else inner.output_layer.weight
+        weight = (
+            inner.shared_embedding_or_output_weight() if case.tied else inner.output_layer.weight
+        )
         assert weight.grad_added_to_main_grad
     return {
         "logprobs": (found.logprobs - logprobs).abs().max().item(),
@@ -150,12 +152,8 @@ def _loss(case: MegatronCase) -> dict[str, float]:
         "position_ids": batch.positions[None],
         "attention_mask": mask | (batch.document_index[:, None] != batch.document_index[None]),
     }
-    config = LanguageModelHeadConfig(
-        hidden_size=WIDTH,
-        vocab_size=VOCABULARY,
-        losses={"policy": {"type": "gspo"}},
-        vocabulary_parallel=True,
-    )
+    losses: Any = {"policy": {"type": "gspo"}}
+    config = LanguageModelHeadConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, losses=losses)
     head = LanguageModelHead(config, adapter.head_groups(model), owns_weight=False)
     output = adapter.head_output(model, head, batch, compute_loss=True, **inputs)
     grads = megatron_gradients(model, 1.7 * output.loss)

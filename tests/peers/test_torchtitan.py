@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastrl import Document, LanguageModelHead, LanguageModelHeadConfig, TokenBatch
+from fastrl import Document, HeadOutput, LanguageModelHead, LanguageModelHeadConfig, TokenBatch
 from tests.helpers.peer_packages import peer_module
 
 torchtitan_loss = peer_module("torchtitan.components.loss")
@@ -68,7 +68,7 @@ def test_grpo_is_torchtitans_chunked_grpo(chunks: int) -> None:
     theirs.set_lm_head(batch.lm_head)
     expected, metrics = theirs(batch.hidden, batch.labels, 9, **batch.inputs())
     expected.backward()
-    wanted = batch.hidden.grad, batch.lm_head.weight.grad
+    wanted: Any = (batch.hidden.grad, batch.lm_head.weight.grad)
     ours = build(
         {"policy": {"type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.1}}, batch.lm_head
     )
@@ -145,13 +145,11 @@ def plain_head(batch: Batch, kind: str, count: int) -> Tensor:
         num_labels_in_batch=count,
         old_logprobs=exact(batch, kwargs.old_logprobs),
     )
-    config = LanguageModelHeadConfig(
-        hidden_size=WIDTH,
-        vocab_size=VOCABULARY,
-        losses={"policy": {"type": kind, "normalisation": "tokens"}},
-    )
+    losses: Any = {"policy": {"type": kind, "normalisation": "tokens"}}
+    config = LanguageModelHeadConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, losses=losses)
     head = LanguageModelHead(config, groups=None, owns_weight=False)
-    output = head(torch.cat(hidden), kwargs, weight=batch.lm_head.weight, compute_loss=True)
+    weight = batch.lm_head.weight
+    output: HeadOutput = head(torch.cat(hidden), kwargs, weight=weight, compute_loss=True)
     assert output.loss is not None
     return output.loss
 

@@ -81,6 +81,7 @@ def test_the_engine_gives_what_it_gives_of_the_models_logits(
     tensordict_utils.assign_non_tensor(batch, use_fused_kernels=True)
     found = run(engine, batch)
     assert sorted(found) == sorted(expected) == ["entropy", "log_probs", "sum_pi_squared"]
+    values: Any
     for name, values in expected.items():
         assert found[name].offsets().tolist() == values.offsets().tolist()
         # verl rounds temperatures to fp32. The label of a document's last slot means nothing: verl
@@ -96,11 +97,11 @@ class _EngineConfig:
     entropy_from_logits_with_chunking = False
 
 
-def run(engine: Any, batch: Any) -> dict[str, Tensor]:
+def run(engine: Any, batch: Any) -> dict[str, Any]:
     inputs, outputs = engine.prepare_model_inputs(batch)
     with torch.no_grad():
         output = engine.module(**inputs, use_cache=False)
-    found: dict[str, Tensor] = engine.prepare_model_outputs(output, outputs, batch, None)
+    found: dict[str, Any] = engine.prepare_model_outputs(output, outputs, batch, None)
     return found
 
 
@@ -151,7 +152,7 @@ def _sharded(tied: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
 def _rounded_temperature(model: Any, arguments: dict[str, Any], temperature: Tensor) -> float:
     """What mixed precision of 16 bits does to the temperature on its way to the head."""
     seen: list[Tensor] = []
-    module = peer_module("fastrl.integrations.verl.forward")
+    module: Any = peer_module("fastrl.integrations.verl.forward")
     original = module.linear_logprobs
 
     def record(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl import (
     BatchKwargs,
+    HeadOutput,
     LanguageModelHead,
     LanguageModelHeadConfig,
     ParallelGroups,
@@ -25,7 +26,7 @@ adapter = peer_module("fastrl.integrations.verl")
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 6, 5, 17
 LENGTHS = (6, 1, 4, 0)  # a whole row, one token, a truncated one, none
 INFO = {"dp_size": 2, "batch_num_tokens": 23, "global_batch_size": 7, "loss_scale_factor": None}
-NORMALISATIONS = {
+NORMALISATIONS: dict[str, dict[str, Any]] = {
     "token-mean": {"normalisation": "tokens"},
     "seq-mean-token-mean": {"normalisation": "documents"},
     "seq-mean-token-sum": {"normalisation": "constant", "length": 1},
@@ -106,12 +107,12 @@ def by_the_head(rows: Rows, options: dict[str, Any]) -> Tensor:
         advantages=rows.advantages.flatten(),
         old_logprobs=torch.where(rows.mask, rows.old, 0).flatten(),
     )
-    config = LanguageModelHeadConfig(
-        hidden_size=WIDTH, vocab_size=VOCABULARY, losses={"policy": options}
-    )
+    losses: Any = {"policy": options}
+    config = LanguageModelHeadConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, losses=losses)
     head = LanguageModelHead(config, ParallelGroups(), owns_weight=False)
     flat = rows.hidden.reshape(-1, WIDTH)
-    loss = head(flat, batch, weight=rows.weight, compute_loss=True).loss
+    output: HeadOutput = head(flat, batch, weight=rows.weight, compute_loss=True)
+    loss = output.loss
     assert loss is not None
     return 2 * loss  # FSDP takes the mean over two data ranks
 

@@ -19,7 +19,10 @@ def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], d
     """The model's inputs of a micro-batch, with a `HeadRequest` as temperature."""
     is_fused = _option(micro_batch, "use_fused_kernels")
     if not is_fused or getattr(self.module, "_verl_fused_kernels_backend", None) != "torch":
-        return _verl_prepare_inputs(self, micro_batch)
+        own: tuple[dict[str, Any], dict[str, Any]] = _verl_prepare_inputs(self, micro_batch)
+        return own
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
     inputs, outputs = _verl_prepare_inputs(self, _with(micro_batch, use_fused_kernels=False))
     temperature = micro_batch["temperature"]
     is_packed = _option(micro_batch, "use_remove_padding", default=True)
@@ -46,10 +49,14 @@ def prepare_model_outputs(
 ) -> dict[str, Tensor]:
     """What verl reads of the model's output, and the sum of squared probabilities."""
     request: HeadRequest | None = output_args.get("head_request")
-    if request is None or not request.sum_squares:
-        return _verl_prepare_outputs(self, output, output_args, micro_batch, logits_processor_func)
-    plain = _with(micro_batch, calculate_sum_pi_squared=False)
-    found = _verl_prepare_outputs(self, output, output_args, plain, logits_processor_func)
+    has_squares = request is not None and request.sum_squares
+    if has_squares:
+        micro_batch = _with(micro_batch, calculate_sum_pi_squared=False)
+    found: dict[str, Tensor] = _verl_prepare_outputs(
+        self, output, output_args, micro_batch, logits_processor_func
+    )
+    if request is None or not has_squares:
+        return found
     values, offsets = request.found, micro_batch["input_ids"].offsets()
     assert values is not None
     if _option(micro_batch, "use_remove_padding", default=True):

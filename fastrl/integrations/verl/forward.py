@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from verl.models.transformers import monkey_patch
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
+from fastrl.functional.head.extra_statistics import StatisticName
 from fastrl.functional.linear_logprobs import linear_logprobs
 from fastrl.integrations.verl.logits import LogitOptions, logit_options
 
@@ -121,6 +122,7 @@ def _statistics(
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(labels.shape).contiguous()
     kind = hidden_states.device.type
+    names: tuple[StatisticName, ...] = ("sum_squares",) if request.sum_squares else ()
     statistics = linear_logprobs(
         hidden_states,
         weight,
@@ -128,7 +130,7 @@ def _statistics(
         bias=bias,
         temperature=temperature,
         entropy=request.entropy,
-        statistics=("sum_squares",) if request.sum_squares else (),
+        statistics=names,
         compute_dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         # All slots have a label here; the loss's mask leaves those without gradient out.
         rows=torch.arange(labels.numel(), device=labels.device),
