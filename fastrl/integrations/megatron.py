@@ -49,8 +49,8 @@ def token_statistics(
         model: `GPTModel`, also inside Megatron's `Float16Module` and `DistributedDataParallel`.
         labels: int64, shifted; -100 = none. All S tokens, also under sequence parallelism.
         temperature: as in `linear_logprobs`.
-        softcap: bound of the logits; Megatron's own output has none.
-        logit_scale: factor on the logits; Megatron's own output has none.
+        softcap: bound of the logits, of which Megatron's own output has none.
+        logit_scale: factor on the logits, likewise.
         vocab_size: size of the vocabulary without Megatron's padding; default: with it, as in
             Megatron's own loss.
         entropy: whether the entropy is computed.
@@ -65,12 +65,9 @@ def token_statistics(
     """
 
     def process(hidden_states: Tensor, layer: Any, weight: Tensor) -> TokenStatistics:
-        shape = labels.t().shape
-        flat = labels.t().reshape(-1)
-        of_tokens = temperature
-        if isinstance(of_tokens, Tensor) and of_tokens.ndim:
-            of_tokens = of_tokens.t().reshape(-1)
-        has_label = flat != -100
+        flat = _in_megatrons_order(labels)
+        of_tokens = _in_megatrons_order(temperature)
+        has_label, shape = flat != -100, labels.t().shape
         found = linear_logprobs(
             hidden_states.flatten(0, 1),
             weight,
@@ -92,6 +89,12 @@ def token_statistics(
 
     result: TokenStatistics | Tensor = _call(model, process, inputs)
     return result
+
+
+def _in_megatrons_order(values: Any) -> Any:  # [B, S] -> [S B]
+    """Values of the tokens as Megatron flattens its hidden states [S, B, D]; a scalar as it is."""
+    has_tokens = isinstance(values, Tensor) and values.ndim
+    return values.t().reshape(-1) if has_tokens else values
 
 
 def head_output(
