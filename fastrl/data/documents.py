@@ -91,11 +91,16 @@ class Document:
     kept_tokens: Sequence[Integers] | None = None
 
     @property
-    def has_labels(self) -> bool:
-        """Whether any token is to be learned; the first never is."""
+    def num_labels(self) -> int:
+        """Tokens to be learned; the first never is one."""
         if self.loss_mask is None:
-            return max(self.prompt_length or 0, 1) < len(self.tokens)
-        return bool(torch.as_tensor(self.loss_mask)[1:].any())
+            return max(len(self.tokens) - max(self.prompt_length or 0, 1), 0)
+        return int(torch.as_tensor(self.loss_mask)[1:].count_nonzero())
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any token is to be learned."""
+        return self.num_labels > 0
 
     @property
     def is_scored(self) -> bool:

@@ -17,6 +17,7 @@ from fastrl.data.documents import Document
 from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss
+from fastrl.models.flops import TrainingFlops
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import reduce_gradients
@@ -147,7 +148,7 @@ class Phase:
         groups, parallel = self._context.llama.groups, self._context.processes.config
         max_tokens = self.config.max_tokens_per_micro_batch
         packs = micro_batches_of_rank(
-            documents, group_rank(groups.dp), group_size(groups.dp), max_tokens
+            documents, group_rank(groups.dp), group_size(groups.dp), max_tokens, self._work
         )
         step = OptimizerStep(
             [TokenBatch.from_documents(pack) for pack in packs],
@@ -197,6 +198,11 @@ class Phase:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "single_pass": strategies.count("single_pass") / len(strategies),
         }
+
+    def _work(self, document: Document) -> float:
+        """Floating-point operations of a document."""
+        flops = TrainingFlops.of(self._context.llama.config)
+        return flops.document(len(document.tokens), document.num_labels)
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {
