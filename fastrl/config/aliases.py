@@ -12,6 +12,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ratio_clip_min": ("epsilon_low",),
     "ratio_clip_max": ("epsilon_high",),
     "epsilon_max": ("epsilon_high",),
+    "force_on_policy_ratio": ("on_policy",),
+    "old_per_token_logps": ("on_policy",),
     "clip_ratio_c": ("delta",),
     "ratio_clip_c": ("delta",),
     "loss_type": ("type", "normalisation"),

@@ -18,6 +18,12 @@ from fastrl.config.loss_options import (
 class PolicyGradientLossConfig(LossConfig):
     """Options of every policy-gradient loss."""
 
+    on_policy: bool = False
+    """The policy is its own old one: wherever the loss reads `old_logprobs` it takes the pass's own
+    log-probabilities, detached, so that the ratio is 1 and has its gradient. Exact for the one
+    update that follows the sampling. A column of the batch is not read, as rollout files carry it
+    for other uses."""
+
     kl: KLConfig | None = None
     """A penalty on the KL divergence from the reference policy."""
 
@@ -36,7 +42,9 @@ class PolicyGradientLossConfig(LossConfig):
 
     def required_columns(self) -> frozenset[str]:
         """The advantages, the old policy of the ratio, and what the options compare with."""
-        columns = super().required_columns() | {"advantages", "old_logprobs"}
+        columns = super().required_columns() | {"advantages"}
+        if not self.on_policy:
+            columns |= {"old_logprobs"}
         if self.kl is not None:
             columns |= {"ref_logprobs"}
         if self.rollout_correction is not None:
@@ -46,6 +54,22 @@ class PolicyGradientLossConfig(LossConfig):
         if self.max_staleness is not None:
             columns |= {"model_version"}
         return columns
+
+    @model_validator(mode="after")
+    def _on_policy_has_an_effect(self) -> "PolicyGradientLossConfig":
+        if not self.on_policy:
+            return self
+        if "old_logprobs" not in self.model_copy(update={"on_policy": False}).required_columns():
+            raise ValueError(
+                f"`on_policy` must not be given with `type: {self.type}`, which does not use"
+                " `old_logprobs`; leave it out"
+            )
+        if self.off_policy_mask is not None and self.off_policy_mask.behaviour == "old":
+            raise ValueError(
+                "`off_policy_mask.behaviour: old` has no effect with `on_policy`, as a policy has"
+                " not drifted from itself; use `behaviour: rollout`"
+            )
+        return self
 
 
 class ClippedLossConfig(PolicyGradientLossConfig):

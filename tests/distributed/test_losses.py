@@ -15,7 +15,14 @@ from fastrl.functional.head.distillation import Teacher
 from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 from tests.helpers.layouts import Ranks
-from tests.helpers.loss_cases import BY_NAME, CASES, LossCase, widen
+from tests.helpers.loss_cases import (
+    BOTH_POLICIES,
+    BY_NAME,
+    CASES,
+    LossCase,
+    policy_documents,
+    widen,
+)
 from tests.helpers.loss_heads import (
     capped_head,
     close_to_policy,
@@ -25,6 +32,8 @@ from tests.helpers.loss_heads import (
 from tests.helpers.ranks import RankPool
 
 PAD_TO_MULTIPLE = 16
+# Of reference and sampler from the policy.
+SHIFTS = {"ref_logprobs": 0.2, "rollout_logprobs": -0.05}
 LAYOUTS = [
     Ranks(sequence_data=2, layout="zigzag"),
     Ranks(tensor=2, sequence_parallel=True, vocabulary_parallel=False),
@@ -54,7 +63,9 @@ def whole_batch(case: LossCase) -> tuple[BatchKwargs, Tensor]:
     return close_to_policy(capped_head({}), hidden, batch), hidden
 
 
-def run(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Teacher) -> Result:
+def run(
+    head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Teacher | None
+) -> Result:
     with_teacher = any("divergence" in loss.needs for loss in head.losses.values())
     hidden = hidden.clone().requires_grad_()
     output = head(hidden, batch, teacher=teacher if with_teacher else None)
@@ -129,6 +140,29 @@ def run_case(case: LossCase, layout: Ranks) -> Result:
     return run(head, local(hidden), batch, teacher)
 
 
+def run_both_policies(layout: Ranks) -> None:
+    """On each rank: a pass that is its own old policy equals one after a pass of its own."""
+    groups = layout.groups()
+    documents = policy_documents()
+    packed = TokenBatch.from_documents(documents, pad_to_multiple=PAD_TO_MULTIPLE)
+    whole = widen(packed.to_kwargs()[0])
+    (batch,) = packed.to_kwargs(groups, layout=layout.layout)
+    slots = local_slots(whole.num_tokens, group_rank(groups.sdp), layout)
+    hidden = random_hidden(whole)[slots].chunk(group_size(groups.sp))[group_rank(groups.sp)]
+    for with_column, alone in BOTH_POLICIES:
+        head = sharded_head(with_column, layout, groups)
+        head.eval()
+        with torch.no_grad():
+            old = head(hidden, batch).logprobs
+        head.train()
+        near = {name: (old + shift).clamp(max=-1e-3) for name, shift in SHIFTS.items()}
+        both = widen(batch).replace(**near, old_logprobs=old)
+        expected = run(head, hidden, both, None)
+        own = sharded_head(alone, layout, groups)
+        actual = run(own, hidden, both.replace(old_logprobs=None), None)
+        assert_equal(alone.name, actual, expected, 1e-12)
+
+
 def local_slots(length: int, rank: int, layout: Ranks) -> Tensor:
     return shard_slots(length, rank=rank, size=layout.sequence_data, layout=layout.layout)[0]
 
@@ -170,7 +204,12 @@ def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> No
         assert_equal(name, actual, expected)
 
 
-def assert_equal(name: str, actual: Result, expected: Result) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_policy_is_its_own_old_one_on_ranks_too(ranks: RankPool, layout: Ranks) -> None:
+    ranks(run_both_policies, layout.world_size, layout)
+
+
+def assert_equal(name: str, actual: Result, expected: Result, tolerance: float = 1e-9) -> None:
     assert actual.metrics.keys() == expected.metrics.keys(), name
     pairs = {
         field: (getattr(actual, field), getattr(expected, field))
@@ -178,7 +217,9 @@ def assert_equal(name: str, actual: Result, expected: Result) -> None:
     } | {key: (value, expected.metrics[key]) for key, value in actual.metrics.items()}
     for field, (a, b) in pairs.items():
         where = f"{name}: {field}: {{}}"
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-9, atol=1e-9, msg=where.format)
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=tolerance, atol=tolerance, msg=where.format
+        )
 
 
 def dealt(case: LossCase, rank: int) -> tuple[list[Document], Tensor]:

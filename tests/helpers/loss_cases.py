@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
-from fastrl.config import AnyLossConfig
+from fastrl.config import AnyLossConfig, PolicyGradientLossConfig
 from fastrl.functional.reference import losses as reference_losses
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
@@ -173,6 +173,32 @@ CASES = [
             },
         ),
     ),
+    *_cases(
+        "grpo",
+        (
+            "on_policy",
+            CLIP
+            | {
+                "on_policy": True,
+                "kl": {"coefficient": 0.2, "ratio_level": "document_product"},
+                "rollout_correction": {"low": 0.9, "high": 1.1},
+                "off_policy_mask": {"threshold": 0.05, "behaviour": "rollout"},
+                "entropy": {"bonus": 0.05},
+            },
+        ),
+    ),
+    *_cases(
+        "gspo",
+        (
+            "on_policy",
+            {
+                "on_policy": True,
+                "normalisation": "tokens",
+                "rollout_correction": {"level": "document", "mean": "product", "high": 1.1},
+            },
+        ),
+    ),
+    *_cases("sapo", ("on_policy", {"on_policy": True, "ratio_level": "document_token"})),
     LossCase("dpo", {"type": "dpo"}, pairs=True),
     LossCase("dpo_mean", {"type": "dpo", "log_ratio": "mean", "beta": 2.0}, pairs=True),
     LossCase("dpo_ipo", {"type": "dpo", "variant": "ipo", "beta": 0.3}, pairs=True),
@@ -183,6 +209,17 @@ CASES = [
         ("reverse", {"divergence": "reverse_kl", "normalisation": "documents"}),
         ("jensen_shannon", {"divergence": "jensen_shannon", "beta": 0.3}),
     ),
+]
+
+# What `on_policy` is refused with: no ratio, and a mask that keeps all that is on policy.
+ALWAYS_OFF_POLICY = {"reinforce", "reinforce_sums", "reinforce_options", "grpo_off_policy"}
+# Every policy-gradient case with a ratio, as it is and with `on_policy`.
+BOTH_POLICIES = [
+    (case, replace(case, name=f"{case.name}_on_policy", config={**case.config, "on_policy": True}))
+    for case in CASES
+    if isinstance(case.parsed, PolicyGradientLossConfig)
+    and not case.parsed.on_policy
+    and case.name not in ALWAYS_OFF_POLICY
 ]
 
 BY_NAME = {case.name: case for case in CASES}

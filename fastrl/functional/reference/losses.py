@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -223,6 +223,8 @@ def policy_gradient(tokens: Tokens, options: Options, surrogate: Surrogate, leve
     level: `token`, `document` (geometric mean of ratios, mean advantage), `document_token` (its
     value, the gradient of the token's ratio), `document_product`, `clipped_document` (GMPO).
     """
+    if options["on_policy"]:
+        tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
     assert tokens.advantages is not None
     top = top_entropy_slots(tokens, options)
     values: dict[int, Tensor] = {}

@@ -43,6 +43,14 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         document_product  W_d = exp(sum_t l_t)
         none              1; `old_logprobs` are not needed
     Sums over a document include the tokens of all ranks. Exponents saturate at `LOG_RATIO_BOUND`.
+
+    Attributes:
+        on_policy: whether the old policy is the policy itself, old = detach(logp) of the same call,
+            so that l_t is 0 with gradient 1; also in `rollout_correction` (old - sampler), in
+            `off_policy_mask` (old - new) and in the metrics. `old_logprobs` of the batch are not
+            read then. It begins as the config says and may change between calls: a trainer whose
+            first update follows the sampling needs no earlier pass for it.
+        entropy_bonus: the factor of the bonus and its controller.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         data_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, token_groups, data_group)
+        self.on_policy = config.on_policy
         self.entropy_bonus = EntropyBonus(config.entropy)
 
     @property
@@ -123,7 +132,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         return policy_metrics(
             terms,
             statistics,
-            batch,
+            self._with_old_policy(statistics, batch),
             value,
             clipped=self.is_clipped(terms),
             entropy_bonus=bonus.value if bonus.can_act else None,
@@ -152,6 +161,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
         Raises:
             ValueError: the batch lacks a column that the config needs.
         """
+        batch = self._with_old_policy(statistics, batch)
         mask = batch.labels != -100
         # Masked before any exponential: a mask after it would multiply infinities by 0.
         logprobs = masked(statistics.logprobs, mask)
@@ -184,6 +194,12 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
             self._kl(logprobs, log_ratios, sums, statistics, batch, mask),
             kept_entropy,
         )
+
+    def _with_old_policy(self, statistics: TokenStatistics, batch: BatchKwargs) -> BatchKwargs:
+        """The batch with the old policy's log-probabilities, the pass's own with `on_policy`."""
+        if not self.on_policy:
+            return batch
+        return batch.replace(old_logprobs=statistics.logprobs.detach())
 
     def _rollout_log_weights(
         self, logprobs: Tensor, batch: BatchKwargs, mask: Tensor

@@ -85,6 +85,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"type": "reinforce", "off_policy_mask": {"threshold": 1.0}},
         "`off_policy_mask.behaviour: old` must not be given",
     ),
+    ({"type": "reinforce", "on_policy": True}, "`on_policy` must not be given with `type: reinf"),
+    ({"type": "dpo", "on_policy": True}, "Extra inputs are not permitted"),
+    ({"type": "cross_entropy", "on_policy": True}, "Extra inputs are not permitted"),
+    (
+        {"type": "grpo", "on_policy": True, "off_policy_mask": {"threshold": 1.0}},
+        "`off_policy_mask.behaviour: old` has no effect with `on_policy`",
+    ),
 ]
 
 SMOOTH = {"type": "cross_entropy", "label_smoothing": 0.1}

@@ -50,6 +50,10 @@ class Padded:
         values: Tensor = getattr(self.batch, name)
         return self.pad(values)
 
+    def optional(self, name: str) -> Tensor | None:
+        """The same of a column that the batch need not have."""
+        return None if getattr(self.batch, name) is None else self.column(name)
+
     @property
     def advantages(self) -> Tensor:
         """[B], one a document."""
@@ -78,7 +82,7 @@ ACCELERATOR = SimpleNamespace(
 )
 
 
-def padded(documents: list[Any]) -> Padded:
+def padded(documents: list[Any], with_old: bool = True) -> Padded:
     """Documents with labels, none so far off the policy that ratios saturate."""
     documents = [x for x in documents if not isinstance(x.advantage, list)]
     batch = pack([x for x in documents if len(x.tokens) > max(x.prompt_length or 0, 1)])
@@ -96,6 +100,8 @@ def padded(documents: list[Any]) -> Padded:
     for number, row in enumerate(rows):
         slots[number, : len(row)] = row
         mask[number, : len(row)] = True
+    if not with_old:
+        batch = batch.replace(old_logprobs=None)
     return Padded(batch, statistics, slots, mask)
 
 
@@ -233,13 +239,16 @@ def computed_loss(
         "steps_per_generation": 1,
     } | settings
     inputs = data.inputs() | {
-        "old_per_token_logps": data.column("old_logprobs"),
+        "old_per_token_logps": data.optional("old_logprobs"),
         "ref_per_token_logps": data.column("ref_logprobs"),
         "sampling_per_token_logps": data.column("rollout_logprobs"),
         "num_items_in_batch": data.mask.sum(),
     }
     if "mode" in settings:
-        inputs["importance_sampling_ratio"] = trl_rollout_ratio(inputs, data.mask, settings)
+        old = data.optional("old_logprobs")
+        old = data.pad(logprobs.detach()) if old is None else old
+        difference = (old - data.column("rollout_logprobs")) * data.mask
+        inputs["importance_sampling_ratio"] = trl_rollout_ratio(difference, settings)
     trainer = SimpleNamespace(
         **settings,
         args=SimpleNamespace(**settings),
@@ -269,9 +278,8 @@ def computed_loss(
     return loss
 
 
-def trl_rollout_ratio(inputs: dict[str, Tensor], mask: Tensor, settings: dict[str, Any]) -> Tensor:
+def trl_rollout_ratio(difference: Tensor, settings: dict[str, Any]) -> Tensor:
     """TRL's importance weights as its generation step makes them (it is no method of its own)."""
-    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * mask
     if settings["mode"].startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
@@ -281,10 +289,13 @@ def trl_rollout_ratio(inputs: dict[str, Tensor], mask: Tensor, settings: dict[st
     return ratio.masked_fill((ratio < low) | (ratio > settings["high"]), 0.0)
 
 
+@pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("name", [*POLICY_LOSSES, *TRAINER_LOSSES])
-def test_trl(name: str) -> None:
+def test_trl(name: str, on_policy: bool) -> None:
+    """On policy TRL's loss is given no old log-probabilities."""
     config, loss_type, settings = (POLICY_LOSSES | TRAINER_LOSSES)[name]
-    data = padded(policy_documents())
+    data = padded(policy_documents(), with_old=not on_policy)
+    config = config | {"on_policy": on_policy}
     ours = LossCase(name, config).loss()(data.statistics, data.batch)
     needed = ("logprobs", "entropy") if name == "bonus" else ("logprobs",)
     assert_same(data, ours, trl_loss(data, loss_type, settings), needed)
@@ -299,19 +310,20 @@ def test_trl_gmpo() -> None:
     assert_same(data, ours, theirs, ("logprobs",))
 
 
+@pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_liger(name: str) -> None:
+def test_liger(name: str, on_policy: bool) -> None:
     module = installed("liger_kernel.chunked_loss.grpo_loss")
     config, loss_type, settings = POLICY_LOSSES[name]
-    data = padded(policy_documents())
-    ours = LossCase(name, config).loss()(data.statistics, data.batch)
+    data = padded(policy_documents(), with_old=not on_policy)
+    ours = LossCase(name, config | {"on_policy": on_policy}).loss()(data.statistics, data.batch)
     theirs, _ = module.LigerFusedLinearGRPOFunction.ppo_loss_fn(
         data.pad(data.statistics.logprobs),
         data.mask,
         data.advantages,
         data.mask,
         ref_per_token_logps=data.column("ref_logprobs"),
-        old_per_token_logps=data.column("old_logprobs"),
+        old_per_token_logps=data.optional("old_logprobs"),
         loss_type=loss_type,
         max_completion_length=MAX_LENGTH,
         **({"beta": 0.0, "use_bias_correction_kl": True} | settings),
