@@ -98,7 +98,8 @@ class SamplerRolloutsConfig(Config):
 
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the ratio. `recompute`: the head's, in a pass of its own before the updates of
-    a step, so that the first ratio is 1 whatever the sampler's rounding. `sampler`: as sampled."""
+    a step, so that the first ratio is 1 whatever the sampler's rounding; none where all losses are
+    `on_policy`. `sampler`: as sampled."""
 
 
 class FileRolloutsConfig(Config):

@@ -23,7 +23,7 @@ from fastrl.config.losses import (
     HeadOptions,
 )
 from fastrl.config.model import LlamaConfig
-from fastrl.config.phases import AdvantageConfig, AnyPhaseConfig, PhaseConfig
+from fastrl.config.phases import AdvantageConfig, AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 
 
@@ -226,6 +226,7 @@ class RunConfig(Config):
             if phase.type == "rl":
                 max_new_tokens = None if from_files else self.sampler.max_new_tokens
                 _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
+                _check_on_policy(index, phase, losses)
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
         names = [self.phase_name(index) for index in range(len(self.phases))]
@@ -246,6 +247,29 @@ def _check_advantage(where: str, advantage: AdvantageConfig, max_new_tokens: int
             advantage.shaping.resolved(max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{where}.shaping`: {error}") from error
+
+
+def _check_on_policy(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossConfig]) -> None:
+    """Refuses to take a policy that has moved since it sampled for the one that did."""
+    on_policy = [
+        name
+        for name, loss in losses.items()
+        if isinstance(loss, PolicyGradientLossConfig) and loss.on_policy
+    ]
+    if not on_policy or phase.rollouts.type == "files":
+        return
+    if phase.mini_batches * phase.epochs > 1:
+        raise ValueError(
+            f"`phases.{index}` loss `{on_policy[0]}`: `on_policy` must go with one update a step,"
+            f" got `mini_batches: {phase.mini_batches}` and `epochs: {phase.epochs}`: from the"
+            " second on, the policy is not the one that sampled; leave `on_policy` out"
+        )
+    reads_old = any("old_logprobs" in loss.required_columns() for loss in losses.values())
+    if phase.rollouts.old_logprobs == "sampler" and not reads_old:
+        raise ValueError(
+            f"`phases.{index}.rollouts.old_logprobs: sampler` has no effect with `on_policy` of the"
+            f" losses {on_policy}, which do not read it; leave one of the two out"
+        )
 
 
 _COLUMNS: dict[str, frozenset[str]] = {

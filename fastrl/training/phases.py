@@ -97,6 +97,7 @@ class Phase:
             isinstance(self.config, RLPhaseConfig)
             and self.config.rollouts.type == "sampler"
             and self.config.rollouts.old_logprobs == "recompute"
+            and not self._are_on_policy(config)
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -203,6 +204,11 @@ class Phase:
         """Floating-point operations of a document."""
         flops = TrainingFlops.of(self._context.llama.config)
         return flops.document(len(document.tokens), document.num_labels)
+
+    def _are_on_policy(self, config: RunConfig) -> bool:
+        """Whether the losses take the log-probabilities of the update itself for the old ones."""
+        reads_old = "old_logprobs" in config.required_columns(self.config)
+        return not reads_old and any(loss.on_policy for loss in self._policy_losses().values())
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {

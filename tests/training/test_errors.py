@@ -55,6 +55,10 @@ def _error(
         ("phases.0.losses={a: {type: grpo}}", "`phases.0` is supervised and has no advantages"),
         ("phases.1.losses={a: {type: cross_entropy}}", "must have a policy-gradient loss such as"),
         ("phases.1.losses.policy.max_staleness=1", "`max_staleness` has no effect"),
+        (
+            "phases.1.losses.policy.on_policy=true",
+            "`on_policy` must go with one update a step, got",
+        ),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
         ("phases.1.losses.b={type: distillation}", "makes no batches for `type: distillation`"),
         (

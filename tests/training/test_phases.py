@@ -94,6 +94,41 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
         assert ratio != (1.0, 1.0)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_an_update_on_policy_takes_no_pass_before_it(
+    kind: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights, and every metric, of a run that computes `old_logprobs` beforehand."""
+
+    def run(on_policy: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+        options = f"type: {kind}, rollout_correction: {{high: 1.00001}}, on_policy: {on_policy}"
+        config, context = tiny_context(
+            f"phases.1.losses={{policy: {{{options}}}}}",
+            "phases.1.mini_batches=1",
+            "phases.1.max_tokens_per_micro_batch=50",
+            f"parallel.micro_sequences={pieces}",
+        )
+        phase = begin_phase(config, 1, context)
+        metrics = [phase.step().metrics for _ in range(2)]
+        return context.llama.state_dict(), metrics
+
+    expected_weights, expected = run("false")
+    passes: list[BatchKwargs] = []
+    evaluated = phases.evaluated
+
+    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
+        passes.append(batch)
+        return evaluated(llama, batch)
+
+    monkeypatch.setattr(phases, "evaluated", recorded)
+    weights, metrics = run("true")
+    assert not passes
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
+    for step, expected_step in zip(metrics, expected, strict=True):
+        assert step == pytest.approx(expected_step, rel=1e-9, abs=1e-12)
+
+
 def test_the_samplers_logprobs_may_be_the_old_ones() -> None:
     config, context = tiny_context(
         "phases.1.rollouts.old_logprobs=sampler", "phases.1.mini_batches=1"
