@@ -73,6 +73,8 @@ TYPE_ALIASES: dict[str, str] = {
     "rloo": "`reinforce`, with `advantage.baseline: leave_one_out` of the phase",
     "sft": "`cross_entropy`",
     "nll": "`cross_entropy`",
+    "sigmoid": "`dpo`",
+    "sigmoid_norm": "`dpo` with `log_ratio: mean`",
     "ipo": "`dpo` with `variant: ipo`",
     "hinge": "`dpo` with `variant: hinge`",
     "gkd": "`distillation`",

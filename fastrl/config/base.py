@@ -38,6 +38,24 @@ class Config(BaseModel):
         allow_inf_nan=False,
     )
 
+    def __init__(self, /, **values: Any) -> None:
+        """A config of keyword arguments, whose mistakes are told as those of a file are.
+
+        Raises:
+            pydantic.ValidationError: a `ValueError`, with the key path of each mistake, what was
+                required, what came, and the likely remedy.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from fastrl.config.messages import told  # needs this class
+
+            raise told(error, type(self), values) from None
+
+    # Sections inside of others are validated without it, so that mistakes are told once, from the
+    # top; the mark is that of pydantic's own `__init__`.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     # On the model: pydantic allows no `before` validator on the field that tells a union apart.
     @model_validator(mode="before")
     @classmethod

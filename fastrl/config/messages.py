@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from fastrl.config.aliases import ALIASES, TYPE_ALIASES
 from fastrl.config.base import Config, UserError
@@ -62,6 +62,24 @@ def mistakes(
         shown[path] = _shown(details["input"])
     listed = [Mistake(path, _sentence(path, texts, shown[path])) for path, texts in found.items()]
     return listed, len(others)
+
+
+def told(
+    error: ValidationError, config_class: type[Config], values: Mapping[str, Any]
+) -> ValidationError:
+    """The same error with the sentences of `mistakes` in place of pydantic's."""
+    listed, num_others = mistakes(error, config_class, values)
+    if num_others:
+        listed = [*listed, Mistake("", f"and {num_others:,} more")]
+    lines = [
+        InitErrorDetails(
+            type=PydanticCustomError("config", "{text}", {"text": mistake.text}),
+            loc=tuple(filter(None, mistake.path.split("."))),
+            input=None,
+        )
+        for mistake in listed
+    ]
+    return ValidationError.from_exception_data(error.title, lines, hide_input=True)
 
 
 def _follows(details: ErrorDetails, parents: Collection[tuple[str | int, ...]]) -> bool:
@@ -223,40 +241,64 @@ def _unknown_key(place: _Place, root: type[Config]) -> str:
     """The sentence about a key that its section does not have, with the likely remedy."""
     *parents, key = place.path
     section = f"in `{'.'.join(parents)}`" if parents else "at the top level"
-    own: list[str] = []
-    if place.section is not None:
-        own = list(place.section.model_fields)
-        if len(place.members) > 1:
-            section += f" (type `{place.tag}`)"
-    elsewhere = {path[-1]: ".".join(path) for path in reversed(list(_key_paths(root)))}
-    others = [tag for m in place.members if key in m.model_fields for tag in _types(m)]
+    if place.section is not None and len(place.members) > 1:
+        section += f" (type `{place.tag}`)"
+    return f"unknown key `{key}` {section}{_remedy(place, root)}"
+
+
+def _remedy(place: _Place, root: type[Config]) -> str:
+    """What to do about an unknown key: the name that it has here, or the place."""
+    *parents, key = place.path
+    own = [] if place.section is None else list(place.section.model_fields)
     similar = key.replace("-", "_")
-    aliases = _aliases(similar, own, parents[-1] if parents else "")
     if similar in own:
-        remedy = f"; did you mean `{similar}`?"
-    elif aliases:
-        remedy = f"; did you mean {' or '.join(f'`{alias}`' for alias in aliases)}?"
-    elif others:
-        remedy = f": it belongs to type {_listed(others)}"
-    elif similar in elsewhere:
-        remedy = f"; did you mean `{elsewhere[similar]}`?"
-        if parents and own:
-            remedy += f" The keys here are {_listed(own)}"
-    else:
-        remedy = _hint(_close(similar, own)) or f"; its keys are {_listed(own)}"
-    return f"unknown key `{key}` {section}{remedy}"
+        return f"; did you mean `{similar}`?"
+    if aliases := _aliases(similar, place):
+        return f"; did you mean {_either(aliases)}?"
+    if others := _types_with(key, place):
+        return f": it belongs to type {_listed(others)}"
+    if LossConfig in place.members:
+        for alias in ALIASES.get(similar, ()):
+            if others := _types_with(alias.partition(".")[0], place):
+                return f": it is {_either(ALIASES[similar])} of type {_listed(others)}"
+    paths = list(_key_paths(root))
+    misplaced = _aliases_in_losses(similar, paths, place.path[0])
+    misplaced += [".".join(path) for path in paths if path[-1] == similar][:1]
+    if misplaced:
+        keys = f" The keys here are {_listed(own)}" if parents and own else ""
+        return f"; did you mean {_either(misplaced)}?{keys}"
+    return _hint(_close(similar, own)) or f"; its keys are {_listed(own)}"
 
 
-def _aliases(key: str, own: Sequence[str], section: str) -> list[str]:
+def _types_with(key: str, place: _Place) -> list[str]:
+    """The types of the section that have a key."""
+    return [tag for m in place.members if key in m.model_fields for tag in _types(m)]
+
+
+def _aliases(key: str, place: _Place) -> list[str]:
     """What a key of another project is called here, as far as the section has it."""
+    if place.section is None:
+        return []
+    own = place.section.model_fields
+    section = place.path[-2] if len(place.path) > 1 else ""
     found = []
     for path in ALIASES.get(key, ()):
         first, _, rest = path.partition(".")
-        if first in own:
+        if issubclass(place.section, LossConfig) and first in own:
             found.append(path)
         elif first == section and rest.partition(".")[0] in own:
             found.append(rest)
     return found
+
+
+def _aliases_in_losses(key: str, paths: Sequence[tuple[str, ...]], first: str) -> list[str]:
+    """The paths of what a loss calls a key of another project; those below `first` go first."""
+    places: dict[str, str] = {}
+    for path in sorted(paths, key=lambda path: path[0] != first):
+        if path[-3:-1] == ("losses", "<name>"):
+            places.setdefault(path[-1], ".".join(path[:-1]))
+    aliases = ALIASES.get(key, ())
+    return [f"{places[x]}.{alias}" for alias in aliases if (x := alias.partition(".")[0]) in places]
 
 
 def _key_paths(
@@ -289,6 +331,10 @@ def _close(key: str, candidates: Sequence[str]) -> str | None:
 
 def _hint(name: str | None) -> str:
     return "" if name is None else f"; did you mean `{name}`?"
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from fastrl.config import (
+    Config,
     ConfigError,
+    GRPOLossConfig,
+    HeadOptions,
     LlamaConfig,
     RunConfig,
     dump_config,
@@ -211,7 +214,18 @@ LOSS = "phases.0.losses.policy"
         ),
         (
             {"type": "cross_entropy", "clip_ratio_c": 3},
-            f"unknown key `clip_ratio_c` in `{LOSS}` (type `cross_entropy`); its keys are",
+            f"unknown key `clip_ratio_c` in `{LOSS}` (type `cross_entropy`): it is `delta` of type"
+            " `grpo`, `gspo`, `gspo_token`, `luspo`",
+        ),
+        (
+            {"type": "dpo", "epsilon": 0.2},
+            f"unknown key `epsilon` in `{LOSS}` (type `dpo`): it is `epsilon_low` or"
+            " `epsilon_high` of type `grpo`, `gspo`",
+        ),
+        (
+            {"type": "grpo", "force_on_policy_ratio": True},
+            f"unknown key `force_on_policy_ratio` in `{LOSS}` (type `grpo`); did you mean"
+            " `on_policy`?",
         ),
         ({"type": "ppo"}, "got `ppo`; did you mean `grpo` (the clipped surrogate)?"),
         ({"type": "DAPO"}, "got `DAPO`; did you mean `grpo` with `preset: dapo`?"),
@@ -227,6 +241,62 @@ def test_names_of_other_projects_are_told_by_their_name_here(
             RunConfig, {"phases": [{"type": "rl", "steps": 1, "losses": {"policy": loss}}]}
         )
     assert message in str(caught.value)
+
+
+IN_PHASE = "phases.<index>.losses.<name>"
+IN_MODEL = "model.head.losses.<name>"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "phases.0.epsilon=0.2",
+            f"in `phases.0` (type `rl`); did you mean `{IN_PHASE}.epsilon_low` or"
+            f" `{IN_PHASE}.epsilon_high` or `phases.<index>.optimizer.epsilon`?",
+        ),
+        (
+            "epsilon=0.2",
+            f"at the top level; did you mean `{IN_MODEL}.epsilon_low` or"
+            f" `{IN_MODEL}.epsilon_high` or `phases.<index>.optimizer.epsilon`?",
+        ),
+        ("phases.0.loss_type=dapo", f"did you mean `{IN_PHASE}.type` or `{IN_PHASE}.normalis"),
+        ("phases.0.kl_coef=0.1", f"did you mean `{IN_PHASE}.kl.coefficient`?"),
+    ],
+)
+def test_names_of_other_projects_outside_of_a_loss(override: str, message: str) -> None:
+    phase = {"type": "rl", "steps": 1, "losses": {"policy": {"type": "grpo"}}}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, {"phases": [phase]}, [override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "message"),
+    [
+        (GRPOLossConfig, {"epsilon": 0.2}, "did you mean `epsilon_low` or `epsilon_high`?"),
+        (GRPOLossConfig, {"delta": 1}, "`delta` must be greater than 1, got 1 "),
+        (
+            GRPOLossConfig,
+            {"kl": {"coefficient": 1, "beta": 0.1}},
+            "unknown key `beta` in `kl`; did you mean `coefficient`?",
+        ),
+        (HeadOptions, {"losses": {"a": {"type": "ppo"}}}, "got `ppo`; did you mean `grpo` (the"),
+        (
+            HeadOptions,
+            {"losses": {"a": {"type": "grpo", "beta": 0.1}}},
+            "unknown key `beta` in `losses.a` (type `grpo`); did you mean `kl.coefficient`?",
+        ),
+    ],
+)
+def test_a_config_made_in_python_has_the_messages_of_a_file(
+    config_class: type[Config], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config_class(**values)
+    assert message in str(caught.value)
+    assert "pydantic.dev" not in str(caught.value)
+    assert caught.value.error_count() == 1
 
 
 def test_a_phase_is_no_loss_that_another_project_names() -> None:

@@ -63,6 +63,21 @@ def test_messages_know_the_names_elsewhere_that_the_documents_list() -> None:
             assert {path.partition(".")[0] for path in ALIASES[name]} & keys, name
 
 
+def test_messages_know_the_losses_of_others_that_the_documents_list() -> None:
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    table = text.split("## The losses")[1].split("###")[0]
+    names = {
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([a-z]\w+)`", line.split("|")[-2])
+    }
+    assert len(names) > 20
+    keys = {name for config in BUILT_IN for name in config.model_fields}
+    unknown = names - set(TYPES) - set(TYPE_ALIASES) - set(ALIASES) - keys
+    assert unknown == {"group_advantages", "sequence"}  # of the data, and a value
+
+
 def test_the_names_of_the_messages_are_no_keys_and_what_they_stand_for_is_there() -> None:
     for name, paths in ALIASES.items():
         for path in paths:

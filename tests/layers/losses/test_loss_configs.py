@@ -14,6 +14,7 @@ from fastrl.config import (
     DPPOLossConfig,
     GRPOLossConfig,
     HeadOptions,
+    PolicyGradientLossConfig,
     RunConfig,
     dump_config,
     parse_config,
@@ -93,6 +94,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`off_policy_mask.behaviour: old` has no effect with `on_policy`",
     ),
 ]
+
+
+class NoRatioConfig(PolicyGradientLossConfig):
+    """Of a loss of one's own without a ratio."""
+
+    type: str = "my_losses:NoRatio"
+
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() - {"old_logprobs"}
+
+
+def test_on_policy_is_refused_by_a_loss_of_ones_own_without_a_ratio() -> None:
+    with pytest.raises(ValidationError, match="`on_policy` must not be given with `type: my_loss"):
+        NoRatioConfig(on_policy=True)
+    assert NoRatioConfig().required_columns() == {"advantages"}
+
 
 SMOOTH = {"type": "cross_entropy", "label_smoothing": 0.1}
 
