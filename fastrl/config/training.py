@@ -129,6 +129,10 @@ class RunConfig(Config):
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters, activations and optimizer states."""
 
+    compile: bool = False
+    """Whether the decoder layers run under torch.compile: less memory and time on a GPU, after a
+    minute of compilation. It needs a C++ compiler."""
+
     num_threads: int | None = Field(default=None, gt=0, le=4096)
     """CPU threads of torch; default: torch's choice."""
 

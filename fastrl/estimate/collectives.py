@@ -61,19 +61,23 @@ def collectives(
     yield from _parameter_collectives(model, parallel, shapes)
 
 
-def _passes(model: LlamaConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """Forward passes of a layer, and backward passes, in a micro-batch."""
+def _passes(parallel: ParallelConfig) -> tuple[int, int]:
+    """Forward passes of a layer without recomputed ones, and backward passes, in a micro-batch."""
     pieces = parallel.micro_sequences
-    forward = pieces * (2 if pieces > 1 else 1)
-    recomputed = pieces if model.activation_checkpointing else 0
-    return forward + recomputed, pieces
+    return pieces * (2 if pieces > 1 else 1), pieces
+
+
+def _recomputed(model: LlamaConfig, backward: int, *, of_mlp: bool) -> int:
+    """Recomputed passes of a layer's attention, or of its MLP."""
+    modes = ("attention", "full") if of_mlp else ("full",)
+    return backward if model.activation_checkpointing in modes else 0
 
 
 def _tensor_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
 ) -> Iterator[Collective]:
-    forward, backward = _passes(model, parallel)
-    pieces = forward - (backward if model.activation_checkpointing else 0)
+    pieces, backward = _passes(parallel)
+    forward = 2 * pieces + sum(_recomputed(model, backward, of_mlp=mlp) for mlp in (False, True))
     layers, size = model.num_hidden_layers, parallel.tensor
     states = shapes.piece * model.hidden_size * shapes.compute
     embedding_is_split = model.head.vocabulary_parallel or not model.tie_word_embeddings
@@ -83,15 +87,15 @@ def _tensor_collectives(
 
     if parallel.sequence_parallel:
         # Into attention and MLP gathered, out of them summed to slices; backward the other way.
-        yield call("all_gather", "hidden states", states, 2 * layers * forward)
-        yield call("reduce_scatter", "hidden states", states, 2 * layers * forward)
+        yield call("all_gather", "hidden states", states, layers * forward)
+        yield call("reduce_scatter", "hidden states", states, layers * forward)
         yield call("reduce_scatter", "gradients of hidden states", states, 2 * layers * backward)
         yield call("all_gather", "gradients of hidden states", states, 2 * layers * backward)
         if embedding_is_split:
             yield call("reduce_scatter", "embeddings", states, pieces)
         yield call("all_gather", "gradients of embeddings", states, backward)
     else:
-        yield call("all_reduce", "hidden states", states, 2 * layers * forward)
+        yield call("all_reduce", "hidden states", states, layers * forward)
         yield call("all_reduce", "gradients of hidden states", states, 2 * layers * backward)
         if embedding_is_split:
             yield call("all_reduce", "embeddings", states, pieces)
@@ -142,7 +146,8 @@ def _sequence_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
 ) -> Iterator[Collective]:
     """Keys and values: for piece i of n those of pieces 1 to i, (n + 1) / 2 pieces on average."""
-    forward, backward = _passes(model, parallel)
+    forward, backward = _passes(parallel)
+    forward += _recomputed(model, backward, of_mlp=False)
     key_value = 2 * model.num_key_value_heads * model.head_dim // parallel.tensor
     pieces = parallel.micro_sequences
     num_bytes = shapes.piece * parallel.sequence_data * key_value * shapes.compute
@@ -167,13 +172,13 @@ def _parameter_collectives(
     size, axis = parallel.data * parallel.sequence_data, "data x sequence_data"
     if size == 1:
         return
-    forward, backward = _passes(model, parallel)
+    forward, backward = _passes(parallel)
 
     def call(name: str, what: str, num_bytes: int, count: int) -> Collective:
         return Collective(axis, name, what, size, num_bytes, count)
 
     # Recomputation within a backward finds the layer gathered.
-    gathers = forward - (backward if model.activation_checkpointing else 0) + backward
+    gathers = forward + backward
     layers = weights.layer * weights.num_layers
     yield call("all_gather", "layers", layers * shapes.compute, gathers)
     yield call("all_gather", "embedding, head", weights.root * shapes.compute, 1)

@@ -169,15 +169,18 @@ def _gradients(step: Step, num_layers: int) -> Memory:
 def _activations(step: Step, num_layers: int) -> list[Memory]:
     """Tensors that `num_layers` layers save for their backward."""
     model, shapes = step.model, step.shapes
-    if model.activation_checkpointing:
+    if model.activation_checkpointing == "full":
         stream = num_layers * shapes.stream * model.hidden_size * shapes.compute
         return [Memory(CHECKPOINTS, stream)]
-    layer = layer_activation_bytes(model, step.parallel, shapes)
+    with_mlp = model.activation_checkpointing == "none"
+    layer = layer_activation_bytes(model, step.parallel, shapes, with_mlp=with_mlp)
     return [Memory(ACTIVATIONS, num_layers * layer)]
 
 
-def layer_activation_bytes(model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes) -> int:
-    """Bytes that one layer saves for its backward, in one piece.
+def layer_activation_bytes(
+    model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes, *, with_mlp: bool = True
+) -> int:
+    """Bytes that one layer saves for its backward, in one piece, with or without those of the MLP.
 
     Inputs of both norms (stream); their outputs, gathered (all rows); queries and attention output;
     gate, up, silu(gate) and their product; keys and values of all tokens that the piece may see.
@@ -185,10 +188,10 @@ def layer_activation_bytes(model: LlamaConfig, parallel: ParallelConfig, shapes:
     size, tensor = model.hidden_size, parallel.tensor
     query = model.num_attention_heads * model.head_dim // tensor
     key_value = 2 * model.num_key_value_heads * model.head_dim // tensor
-    elements = 2 * shapes.stream * size + shapes.piece * (
-        2 * size + 2 * query + 4 * model.intermediate_size // tensor
-    )
+    elements = 2 * shapes.stream * size + shapes.piece * (size + 2 * query)
     elements += shapes.tokens * key_value
+    if with_mlp:
+        elements += shapes.piece * (size + 4 * model.intermediate_size // tensor)
     return elements * shapes.compute
 
 
@@ -207,7 +210,7 @@ def _layer_moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
     for name, number in (("last", 0), ("last but one", 1), ("first", model.num_hidden_layers - 1)):
         left = model.num_hidden_layers - number
         before = [_gradients(step, number), *_waiting(step)]
-        before += _activations(step, left if model.activation_checkpointing else left - 1)
+        before += _activations(step, left if model.activation_checkpointing == "full" else left - 1)
         own = [
             Memory(ACTIVATIONS, layer),
             Memory(BACKWARD, gradients + (0 if is_sharded else matrix)),

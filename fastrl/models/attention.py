@@ -1,21 +1,26 @@
 """What a token may see: packed documents (two implementations) and the key-value cache.
 
-An object of these classes is made once per forward, holds no parameters, and is called by each
-attention layer in turn as `attend(layer, query, key, value)`. The projections and the rotary
-embedding are the model's, `fastrl.models.llama`.
+An object of these classes is made once per forward and holds no parameters. Each decoder layer is
+given what `of_layer` returns and calls it as `attend(query, key, value)`: a layer does not know its
+number, so that one compiled layer serves all. The projections and the rotary embedding are the
+model's, `fastrl.models.llama`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from fastrl.config.model import AttentionImplementation
 
 FLEX_BLOCK_SIZE = 128
 FLEX_MIN_HEAD_DIM = 16
@@ -26,7 +31,6 @@ class Attend(Protocol):
 
     def __call__(
         self,
-        layer: int,
         query: Tensor,  # [T, H, head_dim]
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
@@ -35,13 +39,30 @@ class Attend(Protocol):
         ...
 
 
+class LayerAttention(Protocol):
+    """Causal attention of all layers of one forward."""
+
+    def of_layer(self, number: int) -> Attend:
+        """That of a layer."""
+        ...
+
+
+class StatelessAttention:
+    """Attention that is the same function in every layer."""
+
+    def of_layer(self, number: int) -> Self:
+        """Itself."""
+        return self
+
+
 def document_attention(
     document_index: Tensor,  # [T]
     *,
-    implementation: Literal["auto", "per_document", "flex"],
+    implementation: AttentionImplementation,
     head_dim: int,
     dtype: torch.dtype,
-) -> Attend:
+    lengths: DocumentLengths | None = None,
+) -> LayerAttention:
     """Causal attention inside documents of a packed sequence.
 
     A token sees the tokens of its own document up to itself. A padding token (document_index -1)
@@ -52,19 +73,36 @@ def document_attention(
         implementation: as `LlamaConfig.attention_implementation`.
         head_dim: size of one head.
         dtype: dtype of query, key and value.
+        lengths: known on the host, for `varlen`, which otherwise waits for the device once.
 
     Raises:
         ValueError: the implementation does not run here, or (`per_document`) a document's rows are
             not adjacent.
     """
+    if implementation == "varlen":
+        _check_varlen(document_index.device, dtype)
+        return VarlenDocumentAttention.of(document_index, lengths)
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)
     if flex and len(document_index) > 0:  # its kernel has no empty launch
         return FlexDocumentAttention(document_block_mask(document_index))
     return PerDocumentAttention(_document_groups(document_index))
 
 
+@dataclass(frozen=True)
+class DocumentLengths:
+    """What the host knows of the documents of a packed sequence.
+
+    Attributes:
+        number: of documents, at least.
+        longest: tokens of the longest one, at least.
+    """
+
+    number: int
+    longest: int
+
+
 def uses_flex(
-    implementation: Literal["auto", "per_document", "flex"],
+    implementation: AttentionImplementation,
     device: torch.device,
     head_dim: int,
     dtype: torch.dtype,
@@ -139,8 +177,8 @@ def _document_groups(
     return DocumentGroups(tuple(rows), slots.to(device))
 
 
-@dataclass(frozen=True)
-class PerDocumentAttention:
+@dataclass(frozen=True, eq=False)
+class PerDocumentAttention(StatelessAttention):
     """Documents unpacked into a few batches, each under plain causal SDPA.
 
     The work is that of the documents alone (a [T, T] mask would cost all pairs of tokens). The
@@ -151,7 +189,6 @@ class PerDocumentAttention:
 
     def __call__(
         self,
-        layer: int,
         query: Tensor,  # [T, H, head_dim]
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
@@ -253,20 +290,79 @@ def flex_output(
     return output[0].transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class FlexDocumentAttention:
+@dataclass(frozen=True, eq=False)
+class FlexDocumentAttention(StatelessAttention):
     """One compiled FlexAttention kernel over the packed sequence; empty blocks are skipped."""
 
     block_mask: BlockMask
 
     def __call__(
         self,
-        layer: int,
         query: Tensor,  # [T, H, head_dim]
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
         return flex_output(query, key, value, self.block_mask)
+
+
+def _check_varlen(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            "`attention_implementation: varlen` needs a CUDA device and 16-bit weights, got"
+            f" {device} and {dtype}; use `auto`."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenDocumentAttention(StatelessAttention):
+    """FlashAttention over documents of any lengths, one kernel for all.
+
+    Attributes:
+        starts: [N + 1] int32, first row of each document and of each stretch of padding, and T.
+        longest: rows of the longest of them, at least.
+    """
+
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(
+        cls,
+        document_index: Tensor,  # [T]
+        lengths: DocumentLengths | None,
+    ) -> Self:
+        """The attention of a packed sequence; padding is documents that no one reads."""
+        num_tokens, device = len(document_index), document_index.device
+        if lengths is None:
+            lengths = DocumentLengths(int(document_index.max()) + 1, num_tokens)
+        number, longest = lengths.number, max(lengths.longest, 1)
+        index = torch.where(document_index < 0, number, document_index)
+        begins = torch.searchsorted(index, torch.arange(number + 1, device=device))
+        # As many stretches as all rows would take: their number is not known on the host.
+        stretches = torch.arange(1, -(-num_tokens // longest) + 1, device=device) * longest
+        padding = (begins[-1] + stretches).clamp(max=num_tokens)
+        return cls(torch.cat([begins, padding]).to(torch.int32), longest)
+
+    def __call__(
+        self,
+        query: Tensor,  # [T, H, head_dim]
+        key: Tensor,  # [T, K, head_dim]
+        value: Tensor,  # [T, K, head_dim]
+    ) -> Tensor:  # [T, H, head_dim]
+        group = query.shape[1] // key.shape[1]
+        if group > 1 and not _VARLEN_GROUPS:
+            key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+        options: dict[str, Any] = {"window_size": (-1, 0)}
+        if group > 1 and _VARLEN_GROUPS:
+            options["enable_gqa"] = True
+        bounds = (self.starts, self.starts, self.longest, self.longest)
+        output = varlen_attn(query, key, value, *bounds, **options)
+        assert isinstance(output, Tensor)
+        return output
+
+
+# Before torch 2.12 query heads that share a key head are not an option.
+_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class KVCache:
@@ -319,7 +415,11 @@ class KVCache:
         self.length = end
         return (slot - self.padding[:, None]).clamp(min=0)
 
-    def __call__(
+    def of_layer(self, number: int) -> Attend:
+        """The attention of a layer, which stores its keys and values here."""
+        return partial(self._attend, number)
+
+    def _attend(
         self,
         layer: int,
         query: Tensor,  # [B * n, H, head_dim]

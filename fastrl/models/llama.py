@@ -22,7 +22,7 @@ from fastrl.config.model import Llama3RopeConfig, LlamaConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.matmul import accumulation_dtype, matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.models.attention import Attend, KVCache
+from fastrl.models.attention import Attend, DocumentLengths, KVCache, LayerAttention
 from fastrl.models.split_attention import Pieces, packed_attention
 from fastrl.parallel import ParallelGroups
 
@@ -52,12 +52,13 @@ def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dty
     return frequencies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotary:
     """Rotary position embedding of given positions, made once per forward for all layers.
 
     One object rather than two tensor arguments of the layers: mixed-precision wrappers cast tensor
-    arguments, and the angles must stay in fp32.
+    arguments, and the angles must stay in fp32. It is hashed by identity (`eq=False`), as what a
+    layer calls must be for torch.compile, which hashes it before it has fields.
     """
 
     cos: Tensor  # [T, 1, head_dim], at least fp32
@@ -114,12 +115,10 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        layer: int,
         device: torch.device | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
         size = config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
@@ -140,7 +139,7 @@ class Attention(nn.Module):
         query = rotary(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         key = rotary(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        output: Tensor = self.o_proj(attend(self.layer, query, key, value).flatten(1))
+        output: Tensor = self.o_proj(attend(query, key, value).flatten(1))
         return output
 
 
@@ -176,16 +175,16 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        layer: int,
         device: torch.device | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, device, dtype)
-        self.self_attn = Attention(config, layer, device, dtype)
+        self.self_attn = Attention(config, device, dtype)
         self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
         self.mlp = MLP(config, device, dtype)
+        self.recomputes_mlp = config.activation_checkpointing == "attention"
 
     def forward(
         self,
@@ -195,7 +194,17 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:  # [T, D]
         attention = self.self_attn(self.input_layernorm(hidden_states), rotary, attend)
         hidden_states = hidden_states + attention
-        output: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.recomputes_mlp and torch.is_grad_enabled():
+            update: Tensor = checkpoint(self._mlp, hidden_states, use_reentrant=False)
+        else:
+            update = self._mlp(hidden_states)
+        return hidden_states + update
+
+    def _mlp(
+        self,
+        hidden_states: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
         return output
 
 
@@ -214,7 +223,7 @@ class Backbone(nn.Module):
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(num_embeddings, size, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, device, dtype) for layer in range(config.num_hidden_layers)
+            DecoderLayer(config, device, dtype) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype)
 
@@ -222,14 +231,15 @@ class Backbone(nn.Module):
         self,
         tokens: Tensor,  # [T]
         positions: Tensor,  # [T]
-        attend: Attend,
+        attention: LayerAttention,
     ) -> Tensor:  # [T, D]
         """The hidden states after the final norm."""
         hidden_states: Tensor = self.embed_tokens(tokens)
         rotary = Rotary.of(positions, self.config, hidden_states.dtype)
-        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
-        for layer in self.layers:
-            if recompute:
+        recomputes = self.config.activation_checkpointing == "full" and torch.is_grad_enabled()
+        for number, layer in enumerate(self.layers):
+            attend = attention.of_layer(number)
+            if recomputes:
                 hidden_states = checkpoint(
                     layer, hidden_states, rotary, attend, use_reentrant=False
                 )
@@ -315,6 +325,7 @@ class Llama(nn.Module):
         positions: Tensor,  # [T]
         document_index: Tensor,  # [T]
         pieces: Pieces | None = None,
+        lengths: DocumentLengths | None = None,
     ) -> Tensor:  # [T, D]
         """The final hidden states of packed documents, which do not attend to each other.
 
@@ -324,8 +335,9 @@ class Llama(nn.Module):
             document_index: int64, -1 is padding. A document's rows are adjacent and in order.
             pieces: the pieces of the packed sequence that ran before; this one is added to them
                 (`fastrl.models.micro_sequences`).
+            lengths: of the documents, known on the host.
         """
-        attend = packed_attention(
+        attention = packed_attention(
             document_index,
             positions,
             group=self.groups.sdp,
@@ -333,8 +345,9 @@ class Llama(nn.Module):
             implementation=self.config.attention_implementation,
             head_dim=self.config.head_dim,
             dtype=self.model.norm.weight.dtype,
+            lengths=lengths,
         )
-        hidden_states: Tensor = self.model(tokens, positions, attend)
+        hidden_states: Tensor = self.model(tokens, positions, attention)
         if pieces is not None and hidden_states._is_view():
             # The local part of a DTensor: FSDP2, whose output this is, refuses views.
             hidden_states = hidden_states.clone()
@@ -343,8 +356,11 @@ class Llama(nn.Module):
     def forward(self, batch: BatchKwargs, *, return_logprobs: bool = False) -> HeadOutput:
         """The head's loss and metrics (and log-probabilities) of a packed batch."""
         # Not `self.hidden_states`, which `parallelize` may have wrapped as a forward of its own.
+        lengths = None
+        if batch.max_document_length is not None:
+            lengths = DocumentLengths(batch.num_documents, batch.max_document_length)
         hidden_states = Llama.hidden_states(
-            self, batch.tokens, batch.positions, batch.document_index
+            self, batch.tokens, batch.positions, batch.document_index, lengths=lengths
         )
         output: HeadOutput = self.lm_head(hidden_states, batch, return_logprobs=return_logprobs)
         return output
@@ -393,7 +409,8 @@ class Llama(nn.Module):
         the head's logits before its temperature, without padding rows of the vocabulary.
         """
         positions = cache.extend(tokens.shape[1], self.model.norm.weight.dtype)
-        hidden_states = self.model(tokens.flatten(), positions.flatten(), cache)
+        with torch.compiler.set_stance("force_eager"):  # a cache has another length in each step
+            hidden_states = self.model(tokens.flatten(), positions.flatten(), cache)
         return self._logits(hidden_states.unflatten(0, tokens.shape)[:, -1])
 
     def _logits(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
+from fastrl.config.model import AttentionImplementation
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
     Attend,
+    DocumentLengths,
+    LayerAttention,
     document_attention,
     flex_output,
     packed_block_mask,
@@ -36,10 +39,11 @@ def packed_attention(
     *,
     group: ProcessGroup | None,
     pieces: Pieces | None,
-    implementation: Literal["auto", "per_document", "flex"],
+    implementation: AttentionImplementation,
     head_dim: int,
     dtype: torch.dtype,
-) -> Attend:
+    lengths: DocumentLengths | None = None,
+) -> LayerAttention:
     """Causal attention inside documents of a packed sequence, split or whole.
 
     Args:
@@ -50,13 +54,23 @@ def packed_attention(
         implementation: as `LlamaConfig.attention_implementation`.
         head_dim: size of one head.
         dtype: of query, key and value.
+        lengths: of the documents, known on the host.
 
     Raises:
         ValueError: the implementation does not run here.
     """
     if group is None and pieces is None:
         return document_attention(
-            document_index, implementation=implementation, head_dim=head_dim, dtype=dtype
+            document_index,
+            implementation=implementation,
+            head_dim=head_dim,
+            dtype=dtype,
+            lengths=lengths,
+        )
+    if implementation == "varlen":
+        raise ValueError(
+            "`attention_implementation: varlen` must not be given where documents are split over"
+            " sequence-data ranks or micro-sequences; use `flex`."
         )
     keys = own = torch.stack([document_index, positions])
     if pieces is not None:
@@ -139,7 +153,11 @@ class SplitAttention:
         self._block_mask = interval_block_mask(visibility) if with_flex else None
         self._segments = [] if with_flex else segments(visibility)
 
-    def __call__(
+    def of_layer(self, number: int) -> Attend:
+        """The attention of a layer, whose keys and values the pieces keep."""
+        return partial(self._attend, number)
+
+    def _attend(
         self,
         layer: int,
         query: Tensor,  # [T, H, head_dim]

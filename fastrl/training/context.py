@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,7 @@ def build_context(
     """
     parallel = config.parallel if distributed else ParallelConfig()
     processes = start_processes(parallel, _device(config.device))
+    processes = replace(processes, compile_layers=config.compile)
     device = processes.device
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

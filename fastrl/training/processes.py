@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig
+from fastrl.models.compiled import compile_layers
 from fastrl.models.llama import Llama
 from fastrl.models.parallelize import parallelize_llama
 from fastrl.parallel import ParallelGroups, device_mesh, shard_like, whole_tensor
@@ -28,12 +29,14 @@ class Processes:
         rank: of this process; 0 prints and writes.
         device: of this process.
         mesh: of all processes; None for one without FSDP2.
+        compile_layers: whether models get compiled decoder layers.
     """
 
     config: ParallelConfig
     rank: int
     device: torch.device
     mesh: DeviceMesh | None
+    compile_layers: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -72,6 +75,8 @@ class Processes:
 
     def parallelize(self, llama: Llama) -> ParallelGroups:
         """Shards a model, preferably on the meta device, over the processes."""
+        if self.compile_layers:
+            compile_layers(llama.model.layers)
         if self.mesh is None:
             return ParallelGroups()
         return parallelize_llama(

@@ -93,7 +93,7 @@ def test_per_document_attention_is_the_definition(name: str) -> None:
     query, key, value = random_heads(len(index), torch.float64, torch.device("cpu"))
     attend = document_attention(index, implementation="auto", head_dim=16, dtype=torch.float64)
     assert isinstance(attend, PerDocumentAttention)
-    got = attend(0, query, key, value)
+    got = attend.of_layer(0)(query, key, value)
     expected = definition(query, key, value, index)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     upstream = torch.randn_like(got)
@@ -143,7 +143,7 @@ def test_flex_attention_is_the_definition(name: str, dtype: torch.dtype) -> None
     heads = random_heads(len(index), dtype, device)
     attend = document_attention(index, implementation="auto", head_dim=16, dtype=dtype)
     assert isinstance(attend, FlexDocumentAttention)
-    got = attend(0, *heads)
+    got = attend.of_layer(0)(*heads)
     query, key, value = (tensor.double() for tensor in heads)
     expected = definition(query, key, value, index)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
