@@ -1,0 +1,142 @@
+"""One call of a model with a head: the batch in, the head's output out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.batch import BatchKwargs
+from fastrl.integrations.transformers.layout import Layout, model_inputs, packed_hidden_states
+from fastrl.integrations.transformers.output_layer import (
+    Model,
+    call_options,
+    head_operands,
+    output_layer,
+    replaced,
+)
+from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
+
+HEAD_OPTIONS = ("compute_loss", "return_logprobs", "statistics", "teacher")
+# What the coefficient of the auxiliary loss is called, on models and in configs.
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What a model with a head carries, outside of its parameters and submodules.
+
+    Attributes:
+        head: the losses; without parameters.
+        layout: of the model's inputs.
+        forward: the model's own.
+        own_forward: the forward that the instance had, where it had one.
+    """
+
+    head: LanguageModelHead
+    layout: Layout
+    forward: Callable[..., Any]
+    own_forward: Callable[..., Any] | None
+
+
+# Not compiled: the layer's forward is another in each call. A body compiled by itself stays so.
+@torch.compiler.disable
+def run_head(
+    model: Model,
+    attached: Attached,
+    batch: BatchKwargs,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> HeadOutput:
+    """The head's output for a batch, with the model's auxiliary loss.
+
+    The model's own forward runs, and the head in the place of its output layer.
+
+    Raises:
+        ValueError: the batch is no tensor batch of whole documents, or comes with other inputs.
+    """
+    layout = attached.layout
+    options = _head_options(attached.head, args, kwargs)
+    _check_batch(model, batch)
+    layer = output_layer(model)
+    outputs: list[tuple[HeadOutput, Tensor]] = []
+
+    def in_place_of_logits(hidden_states: Tensor) -> Tensor:
+        output = attached.head(
+            packed_hidden_states(hidden_states, batch, layout),
+            batch,
+            **head_operands(layer),
+            compute_dtype=_autocast_dtype(hidden_states.device),
+            **options,
+        )
+        loss = hidden_states.new_zeros(()) if output.loss is None else output.loss
+        # No view: FSDP2 hangs its hooks on what a module returns.
+        outputs.append((output, loss + loss.new_zeros(1, 1, 1)))
+        return outputs[0][1]
+
+    with replaced(layer, in_place_of_logits):
+        result = attached.forward(**model_inputs(batch, layout), **call_options(model))
+    ((output, loss),) = outputs
+    if output.loss is None:
+        return output
+    output = replace(output, loss=loss.sum())
+    auxiliary = getattr(result, "aux_loss", None)
+    return output if auxiliary is None else _with_auxiliary(output, auxiliary, model, batch)
+
+
+def _head_options(
+    head: LanguageModelHead, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    others = [*given.keys() - HEAD_OPTIONS]
+    if args or others:
+        raise ValueError(
+            f"`batch` must come alone or with {list(HEAD_OPTIONS)}: it holds the model's inputs;"
+            f" got {sorted(others) or 'positional arguments'} too."
+        )
+    return {"compute_loss": bool(head.losses) and torch.is_grad_enabled(), **given}
+
+
+def _check_batch(model: Model, batch: object) -> None:
+    if not isinstance(batch, BatchKwargs):
+        raise TypeError(
+            f"`batch` must be a BatchKwargs, got {type(batch).__name__}; `TokenBatch.to_kwargs` and"
+            " `OptimizerStep` give them."
+        )
+    if batch.cut_by_pieces or not batch.whole_documents:
+        raise ValueError(
+            f"`batch` must hold whole documents, but its split cuts some, and"
+            f" {type(model).__name__} sees a rank's tokens alone; split by documents (`groups.dp`,"
+            " micro-batches), with `sdp` None and one micro-sequence."
+        )
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast would run the output layer; None without."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _with_auxiliary(
+    output: HeadOutput, auxiliary: Tensor, model: Model, batch: BatchKwargs
+) -> HeadOutput:
+    """Adds the routers' auxiliary loss, a mean over tokens, by the batch's share of the labels."""
+    config = model.config.get_text_config()
+    found = [getattr(each, name, None) for each in (model, config) for name in _COEFFICIENTS]
+    coefficients = [each for each in found if each is not None]
+    if not coefficients:
+        raise ValueError(
+            f"{type(model).__name__} must say by {list(_COEFFICIENTS)} what its auxiliary loss is"
+            " multiplied by, but does not; set `config.output_router_logits` to False."
+        )
+    mean = auxiliary * (len(batch.rows_with_labels) / batch.num_labels_in_batch)
+    assert output.loss is not None
+    return replace(
+        output,
+        loss=output.loss + coefficients[0] * mean.to(output.loss.dtype),
+        metrics={**output.metrics, "aux_loss": mean.detach()},
+    )

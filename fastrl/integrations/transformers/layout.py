@@ -1,0 +1,55 @@
+"""A packed batch as the input of a Hugging Face model, and hidden states back as packed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.batch import BatchKwargs
+
+Layout = Literal["packed", "padded"]
+Packing = Literal["auto", "packed", "padded"]
+
+
+def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Tensor]:
+    """The keyword arguments of the model: the batch in one row, or a row for each document.
+
+    Args:
+        batch: T tokens of N whole documents.
+        layout: `packed`: `input_ids` and `position_ids` [1, T]. `padded`: `input_ids` and
+            `attention_mask` [N, L], padded on the right, L tokens in the longest document.
+    """
+    if layout == "packed":
+        return {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+    slots = _slots(batch)
+    rows = (batch.num_documents, _length(batch))
+    # One slot more, for the padding of the packed sequence.
+    ids = batch.tokens.new_zeros(rows[0] * rows[1] + 1).index_copy(0, slots, batch.tokens)
+    mask = torch.zeros_like(ids).index_fill(0, slots, 1)
+    return {"input_ids": ids[:-1].view(rows), "attention_mask": mask[:-1].view(rows)}
+
+
+def packed_hidden_states(
+    hidden_states: Tensor,  # [1, T, D] or [N, L, D]
+    batch: BatchKwargs,
+    layout: Layout,
+) -> Tensor:
+    """[T, D] hidden states of the batch's tokens; at the batch's padding they mean nothing."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if layout == "packed":
+        return flat
+    return flat.index_select(0, _slots(batch).clamp(max=flat.shape[0] - 1))
+
+
+def _slots(batch: BatchKwargs) -> Tensor:
+    """[T] slot of each token among N L; N L at padding. Known shapes only: nothing synchronises."""
+    length = _length(batch)
+    slots = batch.document_index * length + batch.positions
+    return slots.where(batch.document_index >= 0, batch.num_documents * length)
+
+
+def _length(batch: BatchKwargs) -> int:
+    assert batch.max_document_length is not None
+    return batch.max_document_length
