@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.integrations.transformers.call import Attached, run_head
+from fastrl.integrations.transformers.call import HEAD_OPTIONS, STATE, Attached, run_head
 from fastrl.integrations.transformers.layout import Layout, Packing
 from fastrl.integrations.transformers.output_layer import Model
 from fastrl.integrations.transformers.probe import Probe, probe_model, undisturbed
@@ -21,7 +22,6 @@ from fastrl.layers.language_model_head import LanguageModelHead
 from fastrl.parallel import ParallelGroups
 
 _LOGGER = logging.getLogger(__name__)
-_STATE = "_fastrl_attached"
 _FOUND_OUT = ("hidden_size", "vocab_size", "padded_vocab_size", "softcap", "logit_scale", "bias")
 
 
@@ -65,7 +65,7 @@ def attach_head(
         TypeError: `model` is wrapped; attach to what is inside.
     """
     inner = _unwrapped(model)
-    if _STATE in inner.__dict__:
+    if STATE in inner.__dict__:
         raise ValueError(f"{type(inner).__name__} has a head already; `detach_head` it first.")
     groups = groups or ParallelGroups()
     sharded = [name for name in ("tp", "sp", "sdp") if getattr(groups, name) is not None]
@@ -82,15 +82,17 @@ def attach_head(
     with undisturbed(model):
         found = probe_model(model, packing)
         head = _build_head(found, losses, groups, options)
+        plain = _build_head(found, {}, ParallelGroups(), {})
         own_forward = inner.__dict__.get("forward")
-        state = Attached(head, found.layout, inner.forward, own_forward)
-        inner.__dict__[_STATE] = state
+        checked = Attached(plain, found.layout, inner.forward, own_forward)
+        inner.__dict__[STATE] = checked
         inner.__dict__["forward"] = MethodType(_with_signature(inner.forward), inner)
         try:
             _check(model, found)
         except BaseException:
             detach_head(model)
             raise
+        inner.__dict__[STATE] = replace(checked, head=head)
     _LOGGER.info("%s: documents are %s", type(inner).__name__, found.layout)
     return head
 
@@ -104,7 +106,7 @@ def detach_head(model: nn.Module) -> None:
     inner = _unwrapped(model)
     state = _state(inner)
     forward = inner.__dict__.get("forward")
-    if getattr(forward, "__func__", None) is None or not hasattr(forward.__func__, _STATE):  # type: ignore[union-attr]
+    if getattr(forward, "__func__", None) is None or not hasattr(forward.__func__, STATE):  # type: ignore[union-attr]
         raise ValueError(
             f"The forward of {type(inner).__name__} must be the one that `attach_head` put there,"
             f" got {forward}; undo what wrapped it since (`accelerator.unwrap_model`), then detach."
@@ -113,7 +115,7 @@ def detach_head(model: nn.Module) -> None:
         del inner.__dict__["forward"]
     else:
         inner.__dict__["forward"] = state.own_forward
-    del inner.__dict__[_STATE]
+    del inner.__dict__[STATE]
 
 
 def packing_of(model: nn.Module) -> Layout:
@@ -141,9 +143,9 @@ def _unwrapped(model: Any) -> Model:
 
 
 def _state(inner: Model) -> Attached:
-    if _STATE not in inner.__dict__:
+    if STATE not in inner.__dict__:
         raise ValueError(f"{type(inner).__name__} has no head; `attach_head` gives it one.")
-    state: Attached = inner.__dict__[_STATE]
+    state: Attached = inner.__dict__[STATE]
     return state
 
 
@@ -166,13 +168,12 @@ def _build_head(
 
 def _check(model: Model, found: Probe) -> None:
     """Refuses a model whose own logits give other log-probabilities than the head."""
-    logprobs = model(batch=found.batch, compute_loss=False).logprobs
+    logprobs = model(batch=found.batch).logprobs
     error = float((logprobs.double() - found.logprobs).abs().max())
     if not error <= found.tolerance:
         raise ValueError(
-            f"The head must give the log-probabilities of the model's own logits, but for"
-            f" {type(_unwrapped(model)).__name__} they differ by {error:.2g} nats; compute them from"
-            " the model's logits."
+            f"The head must give the log-probabilities that {type(_unwrapped(model)).__name__}'s"
+            f" own logits give, but they differ by {error:.2g} nats; compute them from its logits."
         )
 
 
@@ -192,11 +193,12 @@ def _with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     own = inspect.signature(forward)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    taken = [inspect.Parameter("batch", inspect.Parameter.KEYWORD_ONLY, default=None)]
+    names = ("batch", *HEAD_OPTIONS)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names
+    ]
     rest = [each for each in own.parameters.values() if each.kind is each.VAR_KEYWORD]
     others = [each for each in own.parameters.values() if each not in rest]
-    forward_with_head.__dict__["__signature__"] = own.replace(
-        parameters=[this, *others, *taken, *rest]
-    )
-    forward_with_head.__dict__[_STATE] = True
+    signature = own.replace(parameters=[this, *others, *added, *rest])
+    forward_with_head.__dict__.update({"__signature__": signature, STATE: True})
     return forward_with_head

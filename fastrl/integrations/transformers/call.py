@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from fastrl.integrations.transformers.output_layer import (
 )
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 
+# The attribute of a model with a head; not a submodule, so that no name of a parameter changes.
+STATE = "_fastrl_attached"
 HEAD_OPTIONS = ("compute_loss", "return_logprobs", "statistics", "teacher")
 # What the coefficient of the auxiliary loss is called, on models and in configs.
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -40,6 +43,11 @@ class Attached:
     layout: Layout
     forward: Callable[..., Any]
     own_forward: Callable[..., Any] | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        """What a copy of the model carries: its own forward, and the same head."""
+        forward, own = deepcopy((self.forward, self.own_forward), memo)
+        return replace(self, forward=forward, own_forward=own)
 
 
 # Not compiled: the layer's forward is another in each call. A body compiled by itself stays so.
@@ -62,7 +70,7 @@ def run_head(
     options = _head_options(attached.head, args, kwargs)
     _check_batch(model, batch)
     layer = output_layer(model)
-    outputs: list[tuple[HeadOutput, Tensor]] = []
+    outputs: list[HeadOutput] = []
 
     def in_place_of_logits(hidden_states: Tensor) -> Tensor:
         output = attached.head(
@@ -72,19 +80,22 @@ def run_head(
             compute_dtype=_autocast_dtype(hidden_states.device),
             **options,
         )
-        loss = hidden_states.new_zeros(()) if output.loss is None else output.loss
-        # No view: FSDP2 hangs its hooks on what a module returns.
-        outputs.append((output, loss + loss.new_zeros(1, 1, 1)))
-        return outputs[0][1]
+        if output.loss is None:
+            outputs.append(output)
+            return hidden_states.new_zeros(1, 1, 1)
+        # No view, and the loss taken before it is out of hand: FSDP2 hangs its hooks on what a
+        # module returns, and the model scales it, perhaps in place.
+        in_place = output.loss + output.loss.new_zeros(1, 1, 1)
+        outputs.append(replace(output, loss=in_place.sum()))
+        return in_place
 
     with replaced(layer, in_place_of_logits):
         result = attached.forward(**model_inputs(batch, layout), **call_options(model))
-    ((output, loss),) = outputs
-    if output.loss is None:
-        return output
-    output = replace(output, loss=loss.sum())
+    (output,) = outputs
     auxiliary = getattr(result, "aux_loss", None)
-    return output if auxiliary is None else _with_auxiliary(output, auxiliary, model, batch)
+    if output.loss is None or auxiliary is None:
+        return output
+    return _with_auxiliary(output, output.loss, auxiliary, model, batch)
 
 
 def _head_options(
@@ -122,7 +133,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _with_auxiliary(
-    output: HeadOutput, auxiliary: Tensor, model: Model, batch: BatchKwargs
+    output: HeadOutput, loss: Tensor, auxiliary: Tensor, model: Model, batch: BatchKwargs
 ) -> HeadOutput:
     """Adds the routers' auxiliary loss, a mean over tokens, by the batch's share of the labels."""
     config = model.config.get_text_config()
@@ -134,9 +145,8 @@ def _with_auxiliary(
             " multiplied by, but does not; set `config.output_router_logits` to False."
         )
     mean = auxiliary * (len(batch.rows_with_labels) / batch.num_labels_in_batch)
-    assert output.loss is not None
     return replace(
         output,
-        loss=output.loss + coefficients[0] * mean.to(output.loss.dtype),
+        loss=loss + coefficients[0] * mean.to(loss.dtype),
         metrics={**output.metrics, "aux_loss": mean.detach()},
     )

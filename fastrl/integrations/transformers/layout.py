@@ -16,18 +16,27 @@ Packing = Literal["auto", "packed", "padded"]
 def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Tensor]:
     """The keyword arguments of the model: the batch in one row, or a row for each document.
 
+    An empty batch, as ranks with fewer documents have, is one token: a model takes no fewer.
+
     Args:
         batch: T tokens of N whole documents.
         layout: `packed`: `input_ids` and `position_ids` [1, T]. `padded`: `input_ids` and
             `attention_mask` [N, L], padded on the right, L tokens in the longest document.
+
+    Raises:
+        ValueError: the batch does not say how long its longest document is.
     """
+    if batch.num_tokens == 0 or (layout == "padded" and batch.num_documents == 0):
+        one = batch.tokens.new_zeros(1, 1)
+        other = "position_ids" if layout == "packed" else "attention_mask"
+        return {"input_ids": one, other: one if layout == "packed" else one + 1}
     if layout == "packed":
         return {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
-    slots = _slots(batch)
-    rows = (batch.num_documents, _length(batch))
+    slots, rows = _slots(batch), (batch.num_documents, _length(batch))
     # One slot more, for the padding of the packed sequence.
-    ids = batch.tokens.new_zeros(rows[0] * rows[1] + 1).index_copy(0, slots, batch.tokens)
+    ids = batch.tokens.new_zeros(rows[0] * rows[1] + 1)
     mask = torch.zeros_like(ids).index_fill(0, slots, 1)
+    ids = ids.index_copy(0, slots, batch.tokens)
     return {"input_ids": ids[:-1].view(rows), "attention_mask": mask[:-1].view(rows)}
 
 
@@ -39,17 +48,21 @@ def packed_hidden_states(
     """[T, D] hidden states of the batch's tokens; at the batch's padding they mean nothing."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     if layout == "packed":
-        return flat
+        return flat[: batch.num_tokens]
     return flat.index_select(0, _slots(batch).clamp(max=flat.shape[0] - 1))
 
 
 def _slots(batch: BatchKwargs) -> Tensor:
-    """[T] slot of each token among N L; N L at padding. Known shapes only: nothing synchronises."""
+    """[T] slot of each token among N L; N L at padding. Nothing here waits for the device."""
     length = _length(batch)
     slots = batch.document_index * length + batch.positions
     return slots.where(batch.document_index >= 0, batch.num_documents * length)
 
 
 def _length(batch: BatchKwargs) -> int:
-    assert batch.max_document_length is not None
+    if batch.max_document_length is None:
+        raise ValueError(
+            "`max_document_length` of the batch must be known where documents are padded, got None;"
+            " `TokenBatch.to_kwargs` and `OptimizerStep` give it."
+        )
     return batch.max_document_length

@@ -93,7 +93,7 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     layer = output_layer(model)
 
     def record(hidden_states: Tensor) -> Tensor:
-        logits: Tensor = layer(hidden_states)
+        logits: Tensor = layer.forward(hidden_states)
         sizes.append((hidden_states.shape[-1], logits.shape[-1]))
         return logits
 
@@ -193,7 +193,8 @@ def _documents(model: Model) -> list[list[int]]:
         for name, value in vars(each).items()
         if name.endswith(("_id", "_index", "_ids")) and isinstance(value, int)
     }
-    usual = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
+    # The first half of the tokens, since some models have fewer logits than tokens.
+    usual = [token for token in range(min(config.vocab_size // 2, 4096)) if token not in special]
     generator = torch.Generator().manual_seed(0)
     lengths = (*_LENGTHS, _LENGTHS[0])
     return [
