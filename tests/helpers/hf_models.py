@@ -6,10 +6,13 @@ docs/integrations.md.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from fastrl.integrations.transformers import attach_head, packing_of
 
 VOCAB_SIZE = 96
 
@@ -141,6 +144,9 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "xlstm": {"output_logit_soft_cap": 2.0},
 }
 
+# What follows a token changes its distribution.
+NOT_CAUSAL = ("bert", "cpmant", "prophetnet", "roberta", "xlm")
+
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -198,3 +204,28 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, **changes: An
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+def layout(family: str) -> str:
+    """How the probe gives a family its documents: `packed`, `padded` or `refused`."""
+    model = tiny_model(family)
+    try:
+        attach_head(model, {})
+    except ValueError:
+        return "refused"
+    return packing_of(model)
+
+
+def table() -> str:
+    """The table of docs/integrations.md."""
+    families = sorted([*CAUSAL, *VISION_LANGUAGE, *NOT_CAUSAL])
+    found = {family: layout(family) for family in families}
+    lines = ["| documents | families |", "|---|---|"]
+    for each in ("packed", "padded", "refused"):
+        names = [f"`{family}`" for family in families if found[family] == each]
+        lines.append(f"| {each} ({len(names)}) | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fastrl.integrations.transformers import attach_head, packing_of
-from tests.helpers.hf_models import CAUSAL, VISION_LANGUAGE, VOCAB_SIZE, tiny_model
+from tests.helpers.hf_models import (
+    CAUSAL,
+    NOT_CAUSAL,
+    VISION_LANGUAGE,
+    VOCAB_SIZE,
+    layout,
+    tiny_model,
+)
 from tests.helpers.own_logits import Float64, gradients, own_logprobs, own_loss, some_batch
 
+ROOT = Path(__file__).parent.parent.parent
 FAMILIES = [*CAUSAL, *VISION_LANGUAGE]
 # Their packed documents attend to each other or share a state.
 LEAKING = {
@@ -50,6 +60,21 @@ def test_a_family_gives_what_its_own_logits_give(family: str) -> None:
 def test_there_are_forty_families() -> None:
     assert len(FAMILIES) >= 40
     assert set(FAMILIES) >= LEAKING
+
+
+def test_the_docs_have_the_layout_of_each_family() -> None:
+    text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (packed|padded|refused) \((\d+)\) \| (.*) \|$", text, re.MULTILINE)
+    found = {name.strip("`"): row[0] for row in rows for name in row[2].split(", ")}
+    assert sum(int(row[1]) for row in rows) == len(found)
+    assert found == {family: layout(family) for family in [*FAMILIES, *NOT_CAUSAL]}
+
+
+@pytest.mark.parametrize("family", sorted(LEAKING | {"llama", "mixtral"}))
+def test_the_layout_is_found_in_bf16_too(family: str) -> None:
+    model = tiny_model(family).bfloat16()
+    attach_head(model, {})
+    assert packing_of(model) == ("padded" if family in LEAKING else "packed")
 
 
 @pytest.mark.parametrize("family", sorted(LEAKING))
