@@ -23,8 +23,7 @@ def rollouts(model) -> tuple[list[Document], float]:
     """Sampled completions with their group's advantages, and the mean reward."""
     prompts = torch.randint(2, 32, (PROMPTS, 3)).repeat_interleave(GROUP, 0)
     lengths = {"min_new_tokens": LENGTH, "max_new_tokens": LENGTH, "pad_token_id": 0}
-    mask = torch.ones_like(prompts)
-    sampled = model.generate(prompts, attention_mask=mask, do_sample=True, **lengths)
+    sampled = model.generate(prompts, attention_mask=prompts > 0, do_sample=True, **lengths)
     rewards = (sampled[:, 3:] == WANTED).float().mean(1)
     of_group = rewards.view(PROMPTS, GROUP)
     advantages = of_group - of_group.mean(1, keepdim=True)
@@ -44,7 +43,7 @@ def main() -> tuple[float, float]:
     means = []
     for number in range(STEPS):
         documents, mean = rollouts(model)
-        means.append(mean)
+        means += [mean]
         step = OptimizerStep.from_documents(documents, max_tokens=128)
         for batch in step:  # micro-batches; their losses add up to the step's
             output = model(batch=batch)

@@ -182,7 +182,7 @@ def test_the_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "OPTForCausalLM: documents are padded" in caplog.text
 
 
-class _AfterLogits(LlamaForCausalLM):  # type: ignore[misc]
+class _AfterLogits(LlamaForCausalLM):
     """A Llama that does something to its logits."""
 
     rule: Any = None
@@ -277,7 +277,7 @@ def test_a_layer_that_is_not_linear_is_refused() -> None:
 
 
 def test_models_without_one_output_layer_are_refused() -> None:
-    class Twice(LlamaForCausalLM):  # type: ignore[misc]
+    class Twice(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             super().forward(*args, **kwargs)
             return super().forward(*args, **kwargs)
@@ -300,7 +300,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 
 
 def test_a_model_that_keeps_no_documents_apart_is_refused() -> None:
-    class Mixing(LlamaForCausalLM):  # type: ignore[misc]
+    class Mixing(LlamaForCausalLM):
         def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
             output = super().forward(input_ids, **kwargs)
             several = input_ids.shape[0] > 1 or "position_ids" in kwargs
@@ -343,6 +343,8 @@ def test_what_attaching_cannot_take_is_refused() -> None:
         attach_head(model, {}, packing="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stratgy"):
         attach_head(model, {}, stratgy="auto")
+    with torch.device("meta"), pytest.raises(ValueError, match="must have its weights when a head"):
+        attach_head(LlamaForCausalLM(tiny_config("llama")), {})
     with pytest.raises(TypeError, match="attach to its `module`"):
         attach_head(nn.DataParallel(model), {})
     with pytest.raises(TypeError, match=r"a model of transformers or a PEFT model, got .*Linear'>"):
@@ -353,7 +355,7 @@ def test_what_attaching_cannot_take_is_refused() -> None:
 
 
 def test_a_model_that_takes_no_positions_is_padded() -> None:
-    class WithoutPositions(LlamaForCausalLM):  # type: ignore[misc]
+    class WithoutPositions(LlamaForCausalLM):
         def forward(
             self, input_ids: Tensor, attention_mask: Any = None, use_cache: Any = None
         ) -> Any:

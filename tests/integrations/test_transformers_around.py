@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastrl import BatchKwargs, OptimizerStep
+from fastrl import BatchKwargs, Document, OptimizerStep, TokenBatch
 from fastrl.integrations.transformers import attach_head, detach_head, packing_of
 from fastrl.integrations.transformers.layout import model_inputs
 from tests.helpers.hf_models import VOCAB_SIZE, tiny_model
@@ -212,6 +212,15 @@ def test_auxiliary_losses_are_added_by_the_share_of_labels(family: str, packing:
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, by_logits[name], rtol=0, atol=1e-9, msg=name)
     assert by_logits[next(name for name in by_logits if "gate" in name or "router" in name)].any()
+
+
+def test_a_step_without_labels_has_no_auxiliary_loss() -> None:
+    model = tiny_model("mixtral", output_router_logits=True)
+    attach_head(model, {"a": {"type": "cross_entropy"}})
+    (batch,) = TokenBatch.from_documents([Document(tokens=[3, 4], prompt_length=2)]).to_kwargs()
+    for count in (0, torch.tensor(0)):
+        output = model(batch=batch.replace(num_labels_in_batch=count))
+        assert output.loss.item() == output.metrics["aux_loss"].item() == 0
 
 
 def test_accelerate_prepares_a_model_with_a_head() -> None:

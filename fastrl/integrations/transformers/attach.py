@@ -65,20 +65,8 @@ def attach_head(
         TypeError: `model` is wrapped; attach to what is inside.
     """
     inner = _unwrapped(model)
-    if STATE in inner.__dict__:
-        raise ValueError(f"{type(inner).__name__} has a head already; `detach_head` it first.")
     groups = groups or ParallelGroups()
-    sharded = [name for name in ("tp", "sp", "sdp") if getattr(groups, name) is not None]
-    if sharded:
-        raise ValueError(
-            f"`groups` must have `dp` alone, got {sharded}: {type(inner).__name__} computes whole"
-            " documents and the whole vocabulary on each rank."
-        )
-    if packing not in ("auto", "packed", "padded"):
-        raise ValueError(f"`packing` must be auto, packed or padded, got {packing!r}.")
-    known = [name for name in _FOUND_OUT if name in options]
-    if known:
-        raise ValueError(f"{known} must not be given: the model says them.")
+    _check_arguments(inner, groups, packing, options)
     with undisturbed(model):
         found = probe_model(model, packing)
         head = _build_head(found, losses, groups, options)
@@ -106,7 +94,7 @@ def detach_head(model: nn.Module) -> None:
     inner = _unwrapped(model)
     state = _state(inner)
     forward = inner.__dict__.get("forward")
-    if getattr(forward, "__func__", None) is None or not hasattr(forward.__func__, STATE):  # type: ignore[union-attr]
+    if getattr(forward, "__func__", None) is None or not hasattr(forward.__func__, STATE):
         raise ValueError(
             f"The forward of {type(inner).__name__} must be the one that `attach_head` put there,"
             f" got {forward}; undo what wrapped it since (`accelerator.unwrap_model`), then detach."
@@ -147,6 +135,29 @@ def _state(inner: Model) -> Attached:
         raise ValueError(f"{type(inner).__name__} has no head; `attach_head` gives it one.")
     state: Attached = inner.__dict__[STATE]
     return state
+
+
+def _check_arguments(
+    inner: Model, groups: ParallelGroups, packing: str, options: Mapping[str, Any]
+) -> None:
+    if STATE in inner.__dict__:
+        raise ValueError(f"{type(inner).__name__} has a head already; `detach_head` it first.")
+    if any(parameter.is_meta for parameter in inner.parameters()):
+        raise ValueError(
+            f"{type(inner).__name__} must have its weights when a head is attached, which calls it,"
+            " but some are on the meta device; load them first."
+        )
+    sharded = [name for name in ("tp", "sp", "sdp") if getattr(groups, name) is not None]
+    if sharded:
+        raise ValueError(
+            f"`groups` must have `dp` alone, got {sharded}: {type(inner).__name__} computes whole"
+            " documents and the whole vocabulary on each rank."
+        )
+    if packing not in ("auto", "packed", "padded"):
+        raise ValueError(f"`packing` must be auto, packed or padded, got {packing!r}.")
+    known = [name for name in _FOUND_OUT if name in options]
+    if known:
+        raise ValueError(f"{known} must not be given: the model says them.")
 
 
 def _build_head(

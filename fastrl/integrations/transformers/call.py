@@ -51,7 +51,7 @@ class Attached:
 
 
 # Not compiled: the layer's forward is another in each call. A body compiled by itself stays so.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_head(
     model: Model,
     attached: Attached,
@@ -64,7 +64,8 @@ def run_head(
     The model's own forward runs, and the head in the place of its output layer.
 
     Raises:
-        ValueError: the batch is no tensor batch of whole documents, or comes with other inputs.
+        ValueError: the batch cuts documents, or comes with other inputs of the model.
+        TypeError: it is no `BatchKwargs`.
     """
     layout = attached.layout
     options = _head_options(attached.head, args, kwargs)
@@ -73,7 +74,7 @@ def run_head(
     outputs: list[HeadOutput] = []
 
     def in_place_of_logits(hidden_states: Tensor) -> Tensor:
-        output = attached.head(
+        output: HeadOutput = attached.head(
             packed_hidden_states(hidden_states, batch, layout),
             batch,
             **head_operands(layer),
@@ -144,7 +145,9 @@ def _with_auxiliary(
             f"{type(model).__name__} must say by {list(_COEFFICIENTS)} what its auxiliary loss is"
             " multiplied by, but does not; set `config.output_router_logits` to False."
         )
-    mean = auxiliary * (len(batch.rows_with_labels) / batch.num_labels_in_batch)
+    labels = batch.num_labels_in_batch
+    labels = labels.clamp(min=1) if isinstance(labels, Tensor) else max(labels, 1)
+    mean = auxiliary * (len(batch.rows_with_labels) / labels)
     return replace(
         output,
         loss=loss + coefficients[0] * mean.to(loss.dtype),

@@ -142,7 +142,7 @@ def _choose(
 ) -> Layout:
     """The first layout, of those that `packing` admits, in which documents are kept apart."""
     layouts: tuple[Layout, ...] = ("packed", "padded") if packing == "auto" else (packing,)
-    found = {}
+    found: dict[Layout, str] = {}
     for layout in layouts:
         if layout == "packed" and not accepts(model, "position_ids"):
             found[layout] = "it takes no position_ids"
