@@ -16,7 +16,7 @@ Packing = Literal["auto", "packed", "padded"]
 def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Tensor]:
     """The keyword arguments of the model: the batch in one row, or a row for each document.
 
-    An empty batch, as ranks with fewer documents have, is one token: a model takes no fewer.
+    A batch without documents, as ranks with fewer have, is padded to a row of one token.
 
     Args:
         batch: T tokens of N whole documents.
@@ -26,12 +26,11 @@ def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Tensor]:
     Raises:
         ValueError: the batch does not say how long its longest document is.
     """
-    if batch.num_tokens == 0 or (layout == "padded" and batch.num_documents == 0):
-        one = batch.tokens.new_zeros(1, 1)
-        other = "position_ids" if layout == "packed" else "attention_mask"
-        return {"input_ids": one, other: one if layout == "packed" else one + 1}
     if layout == "packed":
         return {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+    if batch.num_documents == 0:
+        one = batch.tokens.new_ones(1, 1)
+        return {"input_ids": one, "attention_mask": one}
     slots, rows = _slots(batch), (batch.num_documents, _length(batch))
     # One slot more, for the padding of the packed sequence.
     ids = batch.tokens.new_zeros(rows[0] * rows[1] + 1)
@@ -48,7 +47,7 @@ def packed_hidden_states(
     """[T, D] hidden states of the batch's tokens; at the batch's padding they mean nothing."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     if layout == "packed":
-        return flat[: batch.num_tokens]
+        return flat
     return flat.index_select(0, _slots(batch).clamp(max=flat.shape[0] - 1))
 
 
