@@ -64,8 +64,8 @@ def linear_logprobs(
         logit_scale: factor on h W^T + b (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
         vocab_size: rows of the whole weight from this one on are padding, not in the softmax.
         entropy: whether the entropy is computed.
-        statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to compute as well; they take
-            a separate pass over the logits.
+        statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to compute as well; the first
+            two take a separate pass over the logits.
         compute_dtype: dtype of the operands of the products, as of autocast: hidden states and
             weight, of any dtype, are converted to it, sums stay fp32, and gradients come back
             unrounded in the tensors' own dtypes. None: both must have one dtype.
@@ -109,10 +109,13 @@ def linear_logprobs(
         weight_rows=weight_rows,
         groups=groups,
         rows=rows,
-        options=CallOptions(entropy, chunk_size, max_logits_bytes, drop_inactive_rows),
+        options=CallOptions(
+            entropy, chunk_size, max_logits_bytes, drop_inactive_rows, "is_argmax" in statistics
+        ),
     )
     result = recompute_logprobs(call, gradient_rows)
-    if statistics:
-        extra = extra_statistics(call, statistics, gradient_rows=gradient_rows)
+    others = [name for name in statistics if name != "is_argmax"]
+    if others:
+        extra = extra_statistics(call, others, gradient_rows=gradient_rows)
         result = replace(result, **extra)
     return result if labels.ndim == 1 else result.map(lambda value: value.view(shape))

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import linear_logprobs
 from fastrl.functional.head import recompute
 from fastrl.functional.head.call import HeadCall
+from fastrl.functional.reference import head as reference
 from tests.helpers.head_cases import CASES, HeadCase, HeadTensors
 
 BOUNDS = [
@@ -54,6 +55,27 @@ def test_equals_the_reference(
         torch.testing.assert_close(actual, wanted, atol=1e-10, rtol=1e-10)
     if case.padding:
         assert actual_grads[1][case.vocab_size :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_is_argmax_needs_no_other_pass(case: HeadCase, dtype: torch.dtype) -> None:
+    tensors = case.tensors(dtype)
+    wide = tensors.in_float64()
+    z = reference.logits(wide.hidden_states, wide.weight, **wide.options)  # type: ignore[arg-type]
+    # Every second label is the largest logit's.
+    labels = torch.where(torch.arange(len(z)) % 2 == 0, z.argmax(1), tensors.labels)
+    labels = torch.where(tensors.labels == -100, -100, labels)
+    options = {"entropy": True, "max_logits_bytes": 512, **tensors.options}
+    arguments = (tensors.hidden_states, tensors.weight, labels)
+    with_it = linear_logprobs(*arguments, statistics=["is_argmax"], **options)  # type: ignore[arg-type]
+    assert with_it.is_argmax is not None
+    assert torch.equal(with_it.is_argmax, z.argmax(1) == labels)
+    assert linear_logprobs(*arguments, **options).is_argmax is None  # type: ignore[arg-type]
+    grads = torch.autograd.grad(with_it.logprobs.sum(), tensors.inputs)
+    without = linear_logprobs(*arguments, **options).logprobs.sum()  # type: ignore[arg-type]
+    for grad, wanted in zip(grads, torch.autograd.grad(without, tensors.inputs), strict=True):
+        assert torch.equal(grad, wanted)
 
 
 def test_no_token() -> None:

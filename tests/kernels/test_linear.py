@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.running import LABEL, SUM_EXP, SUM_SHIFTED, merge_running_statistics
+from fastrl.functional.head.running import (
+    LABEL,
+    MAX,
+    SUM_EXP,
+    SUM_SHIFTED,
+    merge_running_statistics,
+)
+from fastrl.functional.head.torch_rows import transformed
 from fastrl.kernels import linear
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 from fastrl.kernels.exponentials import finish_exponentials
@@ -88,6 +95,20 @@ def test_statistics(case: TileCase, dtype: torch.dtype) -> None:
     # One product's error; in the sums over columns above they average out.
     atol = tolerance(case) * (1 if INTERPRETED else 4)
     torch.testing.assert_close(running[LABEL], truth[LABEL].float(), rtol=RTOL, atol=atol)
+
+
+@pytest.mark.parametrize("case", small_cases(CASES) + large_cases())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_logit_is_the_maximum_to_the_bit(case: TileCase, dtype: torch.dtype) -> None:
+    """`is_argmax` compares the two."""
+    (hidden, weight), tile = operands(case, dtype), case.tile()
+    z, _ = transformed(as_products(hidden, weight), case.transform, tile)
+    labels, running = z.argmax(1) + tile.first_column, new_running(case.num_rows)
+    linear.linear_statistics(running, hidden, weight, labels, case.transform, tile, entropy=True)
+    # In fp32 the second of two nearly equal logits may be the largest.
+    best = z.topk(min(2, z.shape[1])).values
+    clear = best[:, 0] - best[:, -1] > 8 * tolerance(case)
+    assert torch.equal(running[LABEL][clear], running[MAX][clear])
 
 
 def test_statistics_of_many_rows_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

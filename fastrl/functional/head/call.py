@@ -14,12 +14,16 @@ from fastrl.parallel import ParallelGroups
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a call of the head is computed: the options of `linear_logprobs` of these names."""
+    """How a call of the head is computed: the options of `linear_logprobs` of these names.
+
+    `is_argmax` asks `recompute` for the statistic of this name, which costs it nothing.
+    """
 
     entropy: bool
     chunk_size: int | None
     max_logits_bytes: int
     drop_inactive_rows: bool = False
+    is_argmax: bool = False
 
     @property
     def bounds(self) -> tuple[int | None, int]:

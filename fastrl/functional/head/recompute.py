@@ -14,7 +14,12 @@ from torch import Tensor
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
 from fastrl.functional.head.matmul import add_matmul_
-from fastrl.functional.head.running import finish_statistics, new_running_statistics
+from fastrl.functional.head.running import (
+    LABEL,
+    MAX,
+    finish_statistics,
+    new_running_statistics,
+)
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
     HiddenGradient,
@@ -45,10 +50,12 @@ def recompute_logprobs(
     gradient_rows: Tensor | None = None,  # [G]
 ) -> TokenStatistics:
     """`linear_logprobs` of a call from `check_inputs`."""
-    logprobs, entropy, logsumexp = _RecomputeLogprobs.apply(
+    logprobs, entropy, logsumexp, is_argmax = _RecomputeLogprobs.apply(
         *call.tensors, call.without_tensors(), gradient_rows
     )
-    return TokenStatistics(logprobs, entropy if call.options.entropy else None, logsumexp)
+    return TokenStatistics(
+        logprobs, entropy if call.options.entropy else None, logsumexp, is_argmax=is_argmax
+    )
 
 
 def forward_statistics(
@@ -57,6 +64,14 @@ def forward_statistics(
     rows: Tensor,  # [R]
 ) -> TokenStatistics:  # of [R]
     """Statistics of some rows, tile by tile; one collective for all rows under `tp`."""
+    return finish_statistics(_running_statistics(call, hidden, rows), call.options.entropy)
+
+
+def _running_statistics(
+    call: HeadCall,
+    hidden: Tensor,  # [R, D] of the rows
+    rows: Tensor,  # [R]
+) -> Tensor:  # [4, R] over the whole vocabulary
     labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], call.weight.shape[0]
     statistics = new_running_statistics(num_rows, call.dtype, hidden.device)
@@ -72,7 +87,7 @@ def forward_statistics(
                 call.tile(first, last),
                 entropy=call.options.entropy,
             )
-    return finish_statistics(merge_over_vocabulary(statistics, call.groups), call.options.entropy)
+    return merge_over_vocabulary(statistics, call.groups)
 
 
 def _forward_tiling(call: HeadCall, hidden: Tensor) -> Tiling:
@@ -100,19 +115,25 @@ class _RecomputeLogprobs(torch.autograd.Function):
         low_rank_weight: Tensor | None,
         call: HeadCall,
         gradient_rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         ctx.call = call
         call = call.on(hidden_states, weight, bias, low_rank_weight)
         # What is gathered goes when its rows are taken.
         hidden = gather_hidden(call.hidden_states, call.groups)[call.rows]
-        statistics = forward_statistics(call, hidden, call.rows)
+        running = _running_statistics(call, hidden, call.rows)
+        is_argmax: Tensor | None = None
+        if call.options.is_argmax:
+            # The running maximum is the largest logit itself where no exponentials are kept.
+            is_argmax = scatter_rows(running[LABEL] >= running[MAX], call.rows, call.num_tokens)
+            ctx.mark_non_differentiable(is_argmax)
+        statistics = finish_statistics(running, call.options.entropy)
         statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             hidden_states, weight, bias, low_rank_weight, statistics.logsumexp, statistics.entropy
         )
-        return statistics.logprobs, statistics.entropy, statistics.logsumexp
+        return statistics.logprobs, statistics.entropy, statistics.logsumexp, is_argmax
 
     @staticmethod
     @first_order
@@ -120,8 +141,8 @@ class _RecomputeLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, logsumexp, entropy = ctx.saved_tensors
         call: HeadCall = ctx.call.on(*tensors)
-        rows = rows_with_gradient(call, ctx.gradient_rows, *grads)
-        grad_logprobs, grad_entropy, grad_logsumexp = grads
+        grad_logprobs, grad_entropy, grad_logsumexp, _ = grads
+        rows = rows_with_gradient(call, ctx.gradient_rows, *grads[:3])
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
         lse = logsumexp[rows]
