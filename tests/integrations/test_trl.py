@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -330,3 +332,20 @@ def test_another_trl_is_refused_with_the_reason(
     with pytest.raises(RuntimeError, match=message):
         integration.install()
     assert current() is before
+
+
+def test_the_example_of_60_lines_runs(
+    tmp_path: Path,
+    calls: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = Path(__file__).parent.parent.parent / "examples" / "trl_grpo.py"
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 60
+    monkeypatch.setattr("sys.argv", [str(example), "--steps", "3", "--output-dir", str(tmp_path)])
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+    finally:
+        integration.uninstall()
+    assert calls == [torch.bfloat16] * 3  # TRL's default is autocast
+    assert re.fullmatch(r"reward: \d\.\d\d -> \d\.\d\d", capsys.readouterr().out.splitlines()[-1])
