@@ -188,7 +188,8 @@ def _mean_logit(
 def _check(function: Any) -> None:
     """Refuses a TRL whose head is called in another way than `LinearLogprobs` is."""
     found = ""
-    if Version(trl.__version__) < Version(OLDEST_TRL):
+    # A source tree without an installed distribution says "unknown".
+    if trl.__version__ != "unknown" and Version(trl.__version__) < Version(OLDEST_TRL):
         found = "whose trainers each have a head of their own"
     elif function is None:
         found = f"without `trl.trainer.utils.{NAME}` (TRL 1.15 has none where Triton is missing)"
