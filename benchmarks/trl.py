@@ -6,7 +6,7 @@ The body is transformers' Qwen3 in the sizes of Qwen3-0.6B with random weights a
 checkpointing; a step is its forward and backward on `--documents` padded rows and the GRPO loss of
 their completions, of which `--inactive` have no advantage. Each head passes a gate on the gradients
 of all parameters first; one that does not run is listed with the reason, and one that fails makes
-the exit code 1. Weights are bf16, or fp32 under bf16 autocast. TRL's function is called by TRL's own
+the exit code 1. Weights are bf16, or fp32 under bf16 autocast. TRL's function is called by its own
 `add_fused_lm_head`; pandas and datasets need not be installed for it.
 """
 

@@ -95,7 +95,13 @@ def installed() -> Iterator[None]:
 
 
 class LinearLogprobs:
-    """`linear_logprobs` with the interface of TRL's `_ChunkedLogProbFunction`."""
+    """`linear_logprobs` with the interface of TRL's `_ChunkedLogProbFunction`.
+
+    The products have operands in autocast's dtype where that is on, else in that of `hidden`, as in
+    TRL. Logits stay fp32, where TRL rounds them to that dtype. `is_top1` is True for each of
+    several equal largest logits, where TRL takes the first. The backward skips rows without a
+    gradient, which synchronises; TRL does so just before, in the backward of `masked_scatter`.
+    """
 
     @staticmethod
     def apply(
@@ -110,12 +116,6 @@ class LinearLogprobs:
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> Outputs:
         """TRL's five statistics of the targets, of which log-probs and entropy have gradients.
-
-        The products have operands in autocast's dtype where that is on, else in that of `hidden`,
-        as in TRL. Logits stay fp32, where TRL rounds them to that dtype. `is_top1` is True for each
-        of several equal largest logits, where TRL takes the first. The backward skips rows without
-        a gradient, which synchronises; TRL does so anyway just before, in the backward of
-        `masked_scatter`.
 
         Args:
             hidden: hidden states of the scored tokens.
@@ -132,17 +132,11 @@ class LinearLogprobs:
             log p(target), entropy, log sum p^2, mean logit, whether the target's is the largest:
             [N] each in fp32 (float64 for float64), None where not in `outputs`.
         """
-        device_type = hidden.device.type
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        # Without a softcap the mean over the vocabulary needs no logits.
-        is_linear = final_logit_softcapping is None
-        wanted = [
-            ours
-            for theirs, ours in STATISTICS.items()
-            if theirs in outputs and not (ours == "mean_logit" and is_linear)
-        ]
+        names = [name for name in STATISTICS if name in outputs]
+        mean_logit: Tensor | None = None
+        if final_logit_softcapping is None and "mean_logits" in names:
+            names.remove("mean_logits")
+            mean_logit = _mean_logit(hidden, weight, bias, logit_scale / temperature)
         result = linear_logprobs(
             hidden,
             weight,
@@ -152,14 +146,13 @@ class LinearLogprobs:
             softcap=final_logit_softcapping,
             logit_scale=logit_scale,
             entropy="entropy" in outputs,
-            statistics=wanted,
-            compute_dtype=dtype,
+            statistics=[STATISTICS[name] for name in names],
+            compute_dtype=_operand_dtype(hidden),
             rows=torch.arange(targets.shape[0], device=targets.device),
             drop_inactive_rows=True,
         )
-        sum_squares, mean_logit = result.sum_squares, result.mean_logit
-        if "mean_logits" in outputs and is_linear:
-            mean_logit = _mean_logit(hidden, weight, bias, logit_scale / temperature)
+        sum_squares = result.sum_squares
+        mean_logit = result.mean_logit if mean_logit is None else mean_logit
         return (
             result.logprobs,
             result.entropy,
@@ -169,6 +162,12 @@ class LinearLogprobs:
         )
 
 
+def _operand_dtype(hidden: Tensor) -> torch.dtype:
+    """That of autocast where it is on, as in TRL's function."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
 @torch.no_grad()
 def _mean_logit(
     hidden: Tensor,  # [N, D]
@@ -176,7 +175,7 @@ def _mean_logit(
     bias: Tensor | None,  # [V]
     scale: float,
 ) -> Tensor:  # [N]
-    """The mean over the vocabulary of scale (h W^T + b): scale (h mean(W) + mean(b))."""
+    """The mean over the vocabulary without logits: scale (h mean(W) + mean(b))."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         mean = torch.mv(hidden.to(dtype), weight.mean(0, dtype=dtype))
