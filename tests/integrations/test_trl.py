@@ -8,6 +8,7 @@ import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fastrl import linear_logprobs
 from fastrl.functional.head import recompute
+from fastrl.functional.head.extra_statistics import extra_statistics
 from fastrl.functional.reference import head as reference
 
 with warnings.catch_warnings():  # of what TRL imports
@@ -236,6 +238,24 @@ def test_statistics_on_request_alone() -> None:
         assert [x is not None for x in outputs] == wanted
         for got, other in zip(outputs, whole, strict=True):
             assert got is None or torch.equal(got, other)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_metrics_of_sft_dpo_and_kto_take_no_pass_of_their_own(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the mean of capped logits."""
+    passes: list[list[str]] = []
+
+    def recorded(call: Any, names: list[str], **options: Any) -> dict[str, Tensor]:
+        passes.append(names)
+        return extra_statistics(call, names, **options)
+
+    op = import_module("fastrl.functional.linear_logprobs")  # the package has the function's name
+    monkeypatch.setattr(op, "extra_statistics", recorded)
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+    make_inputs(softcap=softcap).call(integration.LinearLogprobs, outputs)
+    assert passes == ([] if softcap is None else [["mean_logit"]])
 
 
 def test_no_row_gives_a_gradient_of_zero() -> None:
