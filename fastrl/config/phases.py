@@ -97,9 +97,10 @@ class SamplerRolloutsConfig(Config):
     """Temperature of sampling and of the log-probabilities in the loss."""
 
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
-    """Denominator of the ratio. `recompute`: the head's, in a pass of its own before the updates of
-    a step, so that the first ratio is 1 whatever the sampler's rounding; none where all losses are
-    `on_policy`. `sampler`: as sampled."""
+    """Denominator of the ratio. `recompute`: the head's under the weights that sampled, so that the
+    first ratio is 1 whatever the sampler's rounding. The first update of a step computes them by
+    itself; only further mini-batches take a pass of their own before it, and none where all losses
+    are `on_policy`. `sampler`: as sampled."""
 
 
 class FileRolloutsConfig(Config):

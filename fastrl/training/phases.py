@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from fastrl.data.batch import BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
+from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss
 from fastrl.models.flops import TrainingFlops
 from fastrl.models.llama import Llama
@@ -47,7 +49,7 @@ class StepResult:
     samples: list[Sample] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
     """The batch of one forward and backward pass of this process.
 
@@ -130,13 +132,25 @@ class Phase:
         mini_batches, epochs = 1, 1
         if isinstance(self.config, RLPhaseConfig):
             mini_batches, epochs = self.config.mini_batches, self.config.epochs
-        updates = [self._prepared(part) for part in split_groups(rollouts.documents, mini_batches)]
+        # The first update is of the policy that sampled: its log-probabilities are the old ones.
+        first_gives_old = self._recomputes_old and self._gives_old(epochs)
+        updates = [
+            self._prepared(part, self._recomputes_old and not (first_gives_old and index == 0))
+            for index, part in enumerate(split_groups(rollouts.documents, mini_batches))
+        ]
         num_updates = self.config.steps * mini_batches * epochs
         number = self.steps_done * mini_batches * epochs
         results = []
-        for _ in range(epochs):
-            for step, micro_batches in updates:
-                results.append(self._update(step, micro_batches, number, num_updates))
+        for epoch in range(epochs):
+            for index, (step, micro_batches) in enumerate(updates):
+                gives_old = first_gives_old and epoch == index == 0
+                with _on_policy(self._policy_losses() if gives_old else {}):
+                    keeps_old = gives_old and epochs > 1
+                    outputs = self._backward(step, micro_batches, return_logprobs=keeps_old)
+                if keeps_old:
+                    for batch, output in zip(micro_batches, outputs, strict=True):
+                        batch.whole = batch.whole.replace(old_logprobs=output.logprobs)
+                results.append(self._update(step, outputs, number, num_updates))
                 number += 1
         self.steps_done += 1
         names = list(results[0]) if results else []
@@ -144,7 +158,9 @@ class Phase:
         num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
         return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples)
 
-    def _prepared(self, documents: Sequence[Document]) -> tuple[OptimizerStep, list[MicroBatch]]:
+    def _prepared(
+        self, documents: Sequence[Document], recomputes_old: bool
+    ) -> tuple[OptimizerStep, list[MicroBatch]]:
         """The packed documents of one update, with the log-probabilities that its losses need."""
         groups, parallel = self._context.llama.groups, self._context.processes.config
         max_tokens = self.config.max_tokens_per_micro_batch
@@ -160,7 +176,7 @@ class Phase:
         result = []
         for batch in step.batches:
             (whole,) = step.to_kwargs(batch, parallel.micro_sequences, join=True)
-            if self._recomputes_old:
+            if recomputes_old:
                 whole = whole.replace(old_logprobs=evaluated(self._context.llama, whole))
             if self.reference is not None:
                 whole = whole.replace(ref_logprobs=evaluated(self.reference, whole))
@@ -169,24 +185,32 @@ class Phase:
             result.append(MicroBatch(whole, pieces))
         return step, result
 
-    def _update(
-        self,
-        step: OptimizerStep,
-        micro_batches: Sequence[MicroBatch],
-        number: int,
-        num_updates: int,
-    ) -> dict[str, float]:
-        """The metrics of one update with the summed gradients of the micro-batches."""
+    def _backward(
+        self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], *, return_logprobs: bool
+    ) -> list[HeadOutput]:
+        """The outputs of the micro-batches, whose gradients are summed in the model."""
         llama = self._context.llama
-        strategies = []
+        outputs = []
         for batch in micro_batches:
             if batch.pieces:
                 output = backward_in_pieces(llama, batch.pieces, batch.whole)
             else:
-                output = llama(batch.whole)
+                output = llama(batch.whole, return_logprobs=return_logprobs)
                 output.loss.backward()
             step.add(output)
-            strategies.append(output.strategy)
+            outputs.append(replace(output, loss=None))  # without its graph
+        return outputs
+
+    def _update(
+        self,
+        step: OptimizerStep,
+        outputs: Sequence[HeadOutput],
+        number: int,
+        num_updates: int,
+    ) -> dict[str, float]:
+        """The metrics of one update with the gradients that are in the model."""
+        llama = self._context.llama
+        strategies = [output.strategy for output in outputs]
         reduce_gradients(llama)
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = step.finish(llama.lm_head.loss_groups)
@@ -205,6 +229,19 @@ class Phase:
         flops = TrainingFlops.of(self._context.llama.config)
         return flops.document(len(document.tokens), document.num_labels)
 
+    def _gives_old(self, epochs: int) -> bool:
+        """Whether the first update's own log-probabilities can stand for those of a pass before it.
+
+        Not at another scale of the logits than that pass has, nor for losses of one's own, which
+        may read the batch's. A sequence in pieces gives none, which later epochs would need.
+        """
+        losses = self._context.llama.lm_head.losses.values()
+        in_pieces = self._context.processes.config.micro_sequences > 1
+        return not (in_pieces and epochs > 1) and all(
+            type(loss).__module__.startswith("fastrl.") and loss.config.logits_scale == 1
+            for loss in losses
+        )
+
     def _are_on_policy(self, config: RunConfig) -> bool:
         """Whether the losses take the log-probabilities of the update itself for the old ones."""
         reads_old = "old_logprobs" in config.required_columns(self.config)
@@ -216,6 +253,19 @@ class Phase:
             for name, loss in self._context.llama.lm_head.losses.items()
             if isinstance(loss, LanguageModelPolicyGradientLoss)
         }
+
+
+@contextmanager
+def _on_policy(losses: Mapping[str, LanguageModelPolicyGradientLoss[Any]]) -> Iterator[None]:
+    """Losses whose old policy is the policy itself."""
+    before = {name: loss.on_policy for name, loss in losses.items()}
+    for loss in losses.values():
+        loss.on_policy = True
+    try:
+        yield
+    finally:
+        for name, loss in losses.items():
+            loss.on_policy = before[name]
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fastrl import OptimizerStep
+from fastrl import HeadOutput, OptimizerStep
 from fastrl.environments import Problem
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
 from fastrl.training.context import RunContext
 from fastrl.training.environment import RunEnvironment, Scores
-from fastrl.training.phases import MicroBatch, Phase
+from fastrl.training.phases import Phase
 from tests.helpers.runs import begin_phase, tiny_context
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
@@ -77,11 +77,11 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
     def recorded(
         phase: Phase,
         step: OptimizerStep,
-        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[HeadOutput],
         number: int,
         num_updates: int,
     ) -> dict[str, float]:
-        result = update(phase, step, micro_batches, number, num_updates)
+        result = update(phase, step, outputs, number, num_updates)
         ratios.append((result["policy/ratio_min"], result["policy/ratio_max"]))
         return result
 
@@ -95,35 +95,53 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_an_update_on_policy_takes_no_pass_before_it(
-    kind: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"phases.1.mini_batches": 1}, 0),
+        ({"phases.1.mini_batches": 1, "phases.1.losses.policy.on_policy": "true"}, 0),
+        ({"phases.1.mini_batches": 1, "parallel.micro_sequences": 2}, 0),
+        ({"phases.1.mini_batches": 1, "phases.1.epochs": 3}, 0),
+        # The second mini-batch is one of a policy that has moved.
+        ({"phases.1.mini_batches": 2, "phases.1.epochs": 2}, 1),
+        ({"phases.1.mini_batches": 1, "phases.1.losses.policy.logits_scale": 0.9}, 1),
+        ({"phases.1.epochs": 2, "phases.1.mini_batches": 1, "parallel.micro_sequences": 2}, 1),
+    ],
+    ids=["one", "on_policy", "pieces", "epochs", "mini_batches", "scaled", "pieces_and_epochs"],
+)
+def test_the_first_update_gives_the_old_logprobs(
+    kind: str, options: dict[str, object], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights, and every metric, of a run that computes `old_logprobs` beforehand."""
+    evaluated: list[BatchKwargs] = []
+    evaluate = phases.evaluated
 
-    def run(on_policy: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-        options = f"type: {kind}, rollout_correction: {{high: 1.00001}}, on_policy: {on_policy}"
+    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
+        evaluated.append(batch)
+        return evaluate(llama, batch)
+
+    def run(**more: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+        loss = f"type: {kind}, rollout_correction: {{high: 1.00001}}, kl: {{coefficient: 0.1}}"
+        chosen = {"phases.1.max_tokens_per_micro_batch": 10000, **options, **more}
         config, context = tiny_context(
-            f"phases.1.losses={{policy: {{{options}}}}}",
-            "phases.1.mini_batches=1",
-            "phases.1.max_tokens_per_micro_batch=50",
-            f"parallel.micro_sequences={pieces}",
+            f"phases.1.losses={{policy: {{{loss}}}}}",
+            *(f"{key}={value}" for key, value in chosen.items()),
         )
         phase = begin_phase(config, 1, context)
         metrics = [phase.step().metrics for _ in range(2)]
         return context.llama.state_dict(), metrics
 
-    expected_weights, expected = run("false")
-    passes: list[BatchKwargs] = []
-    evaluated = phases.evaluated
-
-    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
-        passes.append(batch)
-        return evaluated(llama, batch)
-
+    options = dict(options)
     monkeypatch.setattr(phases, "evaluated", recorded)
-    weights, metrics = run("true")
-    assert not passes
+    weights, metrics = run()
+    # The reference takes one for every mini-batch.
+    references = 2 * int(str(options["phases.1.mini_batches"]))
+    assert len(evaluated) == 2 * passes + references
+    options.pop("phases.1.losses.policy.on_policy", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Phase, "_gives_old", lambda self, epochs: False)
+        expected_weights, expected = run()
+    assert len(evaluated) == 2 * passes + references + 2 * references
     torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
     for step, expected_step in zip(metrics, expected, strict=True):
         assert step == pytest.approx(expected_step, rel=1e-9, abs=1e-12)
