@@ -12,10 +12,10 @@ from fastrl.environments import Problem
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
-from fastrl.training.context import RunContext
+from fastrl.training.context import RunContext, build_context
 from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.phases import Phase
-from tests.helpers.runs import begin_phase, tiny_context
+from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
 
@@ -123,10 +123,11 @@ def test_the_first_update_gives_the_old_logprobs(
     def run(**more: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
         loss = f"type: {kind}, rollout_correction: {{high: 1.00001}}, kl: {{coefficient: 0.1}}"
         chosen = {"phases.1.max_tokens_per_micro_batch": 10000, **options, **more}
-        config, context = tiny_context(
+        config = tiny(
             f"phases.1.losses={{policy: {{{loss}}}}}",
             *(f"{key}={value}" for key, value in chosen.items()),
         )
+        context = build_context(config, distributed=True)  # with its micro-sequences
         phase = begin_phase(config, 1, context)
         metrics = [phase.step().metrics for _ in range(2)]
         return context.llama.state_dict(), metrics
