@@ -6,9 +6,9 @@ A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a 
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
 `benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
-of `benchmarks.frameworks`. `memory` and `slabs` are sections with a heading, empty as long as there
-is no such file. With `--check` nothing is written, and a table that does not say what the files say
-is an error.
+of `benchmarks.frameworks`, `trl` of `benchmarks.trl`. `memory` and `slabs` are sections with a
+heading, empty as long as there is no such file. With `--check` nothing is written, and a table that
+does not say what the files say is an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from benchmarks.frameworks.table import sections
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    ROOT / name for name in ("README.md", "docs/losses.md", "docs/results.md", "docs/sharding.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/integrations.md",
+        "docs/losses.md",
+        "docs/results.md",
+        "docs/sharding.md",
+    )
 ]
-KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks"
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl"
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -55,6 +62,7 @@ def with_tables(text: str) -> str:
         "memory": memory_section,
         "slabs": slabs_section,
         "frameworks": frameworks_tables,
+        "trl": trl_table,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -109,6 +117,34 @@ def lengths_table(name: str) -> str:
             ]
         )
     return f"{provenance(rows[0], name)}\n\n{markdown(lines)}"
+
+
+def trl_table(name: str) -> str:
+    """A training step of a model of transformers with heads of different make."""
+    rows = read(name)
+    first = rows[0]
+    lines = [["weights", "head", "ms", "x body alone", "peak GiB", "error of gradients"]]
+    body: dict[str, float] = {}
+    for row in rows:
+        if row["head"] == "body alone":
+            body[row["precision"]] = row["time_ms"]
+        error = row.get("error_gradients")
+        lines.append(
+            [
+                row["precision"],
+                row["head"],
+                f"{row['time_ms']:.1f}",
+                f"{row['time_ms'] / body[row['precision']]:.3f}",
+                f"{row['peak_bytes'] / 2**30:.2f}",
+                "" if error is None else f"{error:.1e}",
+            ]
+        )
+    what = (
+        f"Qwen3-0.6B's shape, {first['documents']} x {first['length']} tokens,"
+        f" {first['inactive']} documents without an advantage, gradient checkpointing, forward and"
+        " backward."
+    )
+    return f"{what} {provenance(first, name)}\n\n{markdown(lines)}"
 
 
 def speedup_table(name: str) -> str:

@@ -24,7 +24,11 @@ from tests.helpers.megatron_models import (
 )
 from tests.helpers.peer_packages import peer_module
 
-pytestmark = pytest.mark.gpu
+# Megatron-core calls itself without what it will require of its callers.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning"),
+]
 
 CASE = MegatronCase(main_grad=True, dtype=torch.bfloat16, width=512, vocabulary=65536, length=2048)
 
