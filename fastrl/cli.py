@@ -10,14 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as in shells."""
+from fastrl.training.interrupt import INTERRUPTED
 
 BROKEN_PIPE = 141
 """Exit code of a command whose output pipe was closed, as in `fastrl config schema | head`."""
@@ -51,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fastrl: error: {_message(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("fastrl: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -59,6 +58,13 @@ def _message(error: UserError | OSError) -> str:
         return str(error)
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def _version() -> str:
+    try:
+        return f"fastrl {version('fastrl')}"
+    except PackageNotFoundError:
+        return f"fastrl of {Path(__file__).parent}, not installed, so it has no version"
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -131,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastrl", description="Reinforcement learning of language models without the logits."
     )
-    parser.add_argument("--version", action="version", version=f"fastrl {version('fastrl')}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run_help = "folder of a run; its latest checkpoint is taken"
 

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from fastrl import cli
 from fastrl.cli import main
 from fastrl.config import RunConfig, parse_config
 from fastrl.config.yaml_text import parse_yaml
@@ -87,6 +89,21 @@ def test_a_missing_config_is_one_line_and_exit_code_2(
     expected = "fastrl: error: none.yaml: cannot be read: No such file or directory\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sources_that_are_not_installed_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", version)
+    assert main(["config", "schema"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    words = " ".join(capsys.readouterr().out.split())  # argparse breaks lines
+    assert words.endswith("fastrl, not installed, so it has no version")
 
 
 def test_overrides_stand_before_and_after_options(

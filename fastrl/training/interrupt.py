@@ -1,11 +1,28 @@
-"""Ctrl-C: the first stops a run after its step, the second at once."""
+"""Ctrl-C: it ends a command at once, but in a run the first one stops after the step and saves.
+
+Nothing here imports torch: `end_at_once` must be in place before what takes long to import.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as in shells."""
+
+
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of SIGINT while there is nothing to save and nothing to clean up.
+
+    A KeyboardInterrupt amid an import can be lost in a callback of the import system, or come out
+    as another error.
+    """
+    os.write(2, b"fastrl: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 class StopRequest:

@@ -23,7 +23,7 @@ from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.evaluate import Evaluation, evaluate
-from fastrl.training.interrupt import StopRequest
+from fastrl.training.interrupt import INTERRUPTED, StopRequest
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
@@ -34,7 +34,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
-    """Trains as a config says; the exit code is 0.
+    """Trains as a config says; the exit code is 0, or 130 for a run that Ctrl-C stopped and saved.
 
     Each of the processes of `config.parallel` calls it; the first one prints and writes. Nothing is
     written before config, environment, model and the data of all phases have been checked.
@@ -47,7 +47,8 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     Raises:
         UserError: as `build_context`, `build_sources` and `Trainer.run`; a folder that is in use,
             or has no run to resume.
-        KeyboardInterrupt: Ctrl-C; after the first one the step is finished and a checkpoint saved.
+        KeyboardInterrupt: the second Ctrl-C; after the first one the step is finished and a
+            checkpoint saved.
     """
     started = time.monotonic()
     checkpoint = _checkpoint_to_resume(config, run_dir) if resume else None
@@ -69,22 +70,22 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         writer = _open_writer(config, run_dir, phase.name, state, resumes=checkpoint is not None)
     console = Console(quiet=not is_main)
     display = open_display(console)
-    try:
-        trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
-        with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
+    trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
+    with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
+        try:
             finished = trainer.run(stop)
-    finally:
-        display.close()
-        writer.close()
-        if context.environment is not None:
-            context.environment.close()
-    context.processes.close()
-    end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
-    if config.logging.report and is_main:
-        write_report(run_dir, title=f"{run_dir.name}: {end}")
+        finally:
+            display.close()
+            writer.close()
+            if context.environment is not None:
+                context.environment.close()
+        context.processes.close()
+        end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
+        if config.logging.report and is_main:
+            write_report(run_dir, title=f"{run_dir.name}: {end}")
     if not finished:
         print_line(console, f"{end} and saved; go on with --resume")
-        raise KeyboardInterrupt
+        return INTERRUPTED
     print_line(console, end)
     return 0
 

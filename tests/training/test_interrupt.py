@@ -1,6 +1,9 @@
 """Ctrl-C: the step is finished and saved, and the run can go on as if nothing had been."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,13 +63,17 @@ def test_ctrl_c_saves_and_resume_gives_the_uninterrupted_run(
 
 
 def test_resume_after_a_phase_begins_the_next_one(
-    tmp_path: Path, finished: FinishedRun, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    finished: FinishedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
     with monkeypatch.context() as patch:
         _interrupt_in_step(patch, 1, times=2)  # the second one ends the run at once
         assert main(command) == 130
+    assert capsys.readouterr().err == "fastrl: interrupted\n"
     assert (run / "checkpoints" / "latest").read_text(encoding="utf-8") == "supervised-000012\n"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "supervised-000012",
@@ -104,3 +111,50 @@ def test_only_the_same_config_resumes(
     assert "goes on with the config it began with, but seed, evaluation, logging differ" in error
     assert main(["train", str(config), "--run-dir", str(tmp_path / "no"), "--resume"]) == 2
     assert not (tmp_path / "no").exists()
+
+
+# As the script starts it; a shell's background job, such as the tests may be, ignores SIGINT.
+SCRIPT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fastrl.__main__ import run
+raise SystemExit(run())
+"""
+
+
+@pytest.mark.parametrize("package", ["pydantic", "torch", "reasoning_gym"])
+def test_b9_ctrl_c_in_an_import_is_one_line(tmp_path: Path, package: str) -> None:
+    # An import that Ctrl-C meets, and that would lose a KeyboardInterrupt.
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(
+        "import contextlib, signal\n"
+        "with contextlib.suppress(BaseException):\n"
+        "    signal.raise_signal(signal.SIGINT)\n",
+        encoding="utf-8",
+    )
+    paths = [str(tmp_path), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "train", str(write_tiny(tmp_path)), "--run-dir", "run"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastrl: interrupted\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_stays_ignored_where_the_shell_ignores_it(tmp_path: Path) -> None:
+    script = SCRIPT.replace("default_int_handler", "SIG_IGN").replace(
+        "raise SystemExit(run())", "signal.raise_signal(signal.SIGINT); raise SystemExit(run())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
