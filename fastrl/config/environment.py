@@ -46,8 +46,22 @@ class FileTokenizerConfig(Config):
     """The token that ends a text, such as `<|end_of_text|>`; it must be in the file."""
 
 
+class PretrainedTokenizerConfig(Config):
+    """The tokenizer of the model's folder."""
+
+    type: Literal["pretrained"] = "pretrained"
+    """Names the kind of tokenizer."""
+
+    end_tokens: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """The tokens that end a text, such as `[<|im_end|>, <|endoftext|>]`: sampling stops at any of
+    them, and the first one is written after an answer. Default: those that the folder names, the
+    `eos_token` of tokenizer_config.json (or special_tokens_map.json) first, then the `eos_token_id`
+    of generation_config.json (or config.json)."""
+
+
 TokenizerConfig = Annotated[
-    CharacterTokenizerConfig | FileTokenizerConfig, Field(discriminator="type")
+    CharacterTokenizerConfig | FileTokenizerConfig | PretrainedTokenizerConfig,
+    Field(discriminator="type"),
 ]
 
 

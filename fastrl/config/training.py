@@ -4,7 +4,7 @@ Model, losses, environment and phases have modules of their own.
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -140,7 +140,8 @@ class RunConfig(Config):
     """The model."""
 
     tokenizer: TokenizerConfig = CharacterTokenizerConfig()
-    """From text to tokens."""
+    """From text to tokens. `character` is for a model of `type: llama`, which learns its alphabet;
+    the default for `type: pretrained` is `pretrained`, the tokenizer of the model's folder."""
 
     environment: AnyEnvironmentConfig | None = None
     """Problems and rewards. Only runs on rollout files can do without; they have no held-out
@@ -174,6 +175,30 @@ class RunConfig(Config):
                 {"found": repr(device)},
             )
         return device
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_folders_tokenizer(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "tokenizer" in values:
+            return values
+        model = values.get("model")
+        kind = model.get("type") if isinstance(model, dict) else getattr(model, "type", None)
+        return values | {"tokenizer": {"type": "pretrained"}} if kind == "pretrained" else values
+
+    @model_validator(mode="after")
+    def _check_tokenizer(self) -> Self:
+        model, tokenizer = self.model.type, self.tokenizer.type
+        if (model, tokenizer) == ("pretrained", "character"):
+            raise ValueError(
+                "`tokenizer.type: character` must not be given with `model.type: pretrained`, whose"
+                " ids are another tokenizer's; leave `tokenizer` out to take the folder's own"
+            )
+        if (model, tokenizer) == ("llama", "pretrained"):
+            raise ValueError(
+                "`tokenizer.type: pretrained` must be given with `model.type: pretrained` only, as"
+                " a new model has no folder; use `file` or `character`"
+            )
+        return self
 
     def losses_of(self, phase: PhaseConfig) -> dict[str, AnyLossConfig]:
         """The losses of a phase: its own, or the model's."""

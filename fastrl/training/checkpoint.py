@@ -1,6 +1,7 @@
 """Checkpoints of a run: Hugging Face folders, each with the state that a resumption needs.
 
-    RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, trainer.pt
+    RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, the files of the
+                                                  tokenizer, trainer.pt
     RUN/checkpoints/latest                        name of the last complete one
 
 A folder appears under its name when it is complete.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ def save_checkpoint(
     llama: Llama,
     state: TrainerState,
     *,
+    files: Mapping[str, bytes],
     keep: int,
     writes: bool = True,
 ) -> Path:
@@ -70,6 +73,7 @@ def save_checkpoint(
         phase_name: prefix of the checkpoint's name.
         llama: all ranks of a sharded model must call it.
         state: with whole tensors.
+        files: contents of further files by name, those of the tokenizer.
         keep: number of checkpoints that are kept.
         writes: whether this rank writes; the others only contribute their shards.
 
@@ -90,6 +94,8 @@ def save_checkpoint(
             shutil.rmtree(stale)
     try:
         save_llama(llama, temporary)
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
         _save_state(state, temporary / TRAINER_FILE)
         temporary.rename(target)
     except OSError as error:

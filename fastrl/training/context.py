@@ -58,15 +58,16 @@ def build_context(
     device = processes.device
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    tokenizer = build_tokenizer(config.tokenizer)
+    folder = _model_folder(config, checkpoint)
+    tokenizer = build_tokenizer(config.tokenizer, folder)
     environment = None
     if config.environment is not None and with_environment:
         environment = RunEnvironment(config.environment, config.seed, processes, launch=distributed)
         _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
-    llama = _build_llama(config, tokenizer, processes, checkpoint)
+    llama = _build_llama(config, tokenizer, processes, folder)
     generator = torch.Generator(device)
-    sampler = Sampler(config.sampler, llama, tokenizer.end_token, generator, processes)
+    sampler = Sampler(config.sampler, llama, tokenizer.end_tokens, generator, processes)
     return RunContext(processes, tokenizer, environment, llama, generator, sampler)
 
 
@@ -94,41 +95,49 @@ def _check_prompts(environment: RunEnvironment, tokenizer: Tokenizer) -> None:
             )
 
 
+def _model_folder(config: RunConfig, checkpoint: Path | None) -> Path | None:
+    """The folder of weights and tokenizer; None for a new model."""
+    if checkpoint is not None or isinstance(config.model, LlamaConfig):
+        return checkpoint
+    return Path(config.model.path)
+
+
 def _build_llama(
-    config: RunConfig, tokenizer: Tokenizer, processes: Processes, checkpoint: Path | None
+    config: RunConfig, tokenizer: Tokenizer, processes: Processes, folder: Path | None
 ) -> Llama:
-    model = config.model
-    folder = None
-    if checkpoint is not None or not isinstance(model, LlamaConfig):
-        folder = checkpoint or Path(model.path)  # type: ignore[union-attr]
-        llama_config = read_llama_config(folder, head=model.head)
-        source = str(folder)
-    else:
-        vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-        end_token = tokenizer.end_token if model.eos_token_id is None else model.eos_token_id
-        update = {"vocab_size": vocab_size, "eos_token_id": end_token}
-        llama_config = model.model_copy(update=update)
-        source = "`model`"
-    assert llama_config.vocab_size is not None
-    if folder is None:
-        _check_end_token(llama_config)
-    if llama_config.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"{source}: `vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, got "
-            f"{llama_config.vocab_size}"
-        )
+    """The model: that of `folder`, or a new one as `config.model` says."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    if folder is None:
-        llama = Llama(llama_config, device=processes.device, dtype=dtype)
-        if processes.mesh is None:
-            return llama
-        # Initialised whole, so that the weights are those of a run on one process.
-        llama_shards = empty_llama(llama_config, processes, dtype)
-        load_full_weights(llama_shards, dict(llama.named_parameters()))
-        return llama_shards
-    llama = empty_llama(llama_config, processes, dtype)
-    load_weights(llama, folder)
-    return llama
+    if folder is not None:
+        llama_config = read_llama_config(folder, head=config.model.head)
+        _check_vocabulary(llama_config, tokenizer, str(folder))
+        llama = empty_llama(llama_config, processes, dtype)
+        load_weights(llama, folder)
+        return llama
+    model = config.model
+    assert isinstance(model, LlamaConfig)
+    vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
+    end_token = tokenizer.end_tokens[0] if model.eos_token_id is None else model.eos_token_id
+    llama_config = model.model_copy(update={"vocab_size": vocab_size, "eos_token_id": end_token})
+    _check_end_token(llama_config)
+    _check_vocabulary(llama_config, tokenizer, "`model`")
+    llama = Llama(llama_config, device=processes.device, dtype=dtype)
+    if processes.mesh is None:
+        return llama
+    # Initialised whole, so that the weights are those of a run on one process.
+    llama_shards = empty_llama(llama_config, processes, dtype)
+    load_full_weights(llama_shards, dict(llama.named_parameters()))
+    return llama_shards
+
+
+def _check_vocabulary(config: LlamaConfig, tokenizer: Tokenizer, source: str) -> None:
+    """Refuses a tokenizer with ids that the model has no embedding for."""
+    needed = 1 + max(tokenizer.vocab_size - 1, *tokenizer.end_tokens)
+    assert config.vocab_size is not None
+    if config.vocab_size < needed:
+        raise UserError(
+            f"{source}: `vocab_size` must be at least the tokenizer's {needed}, got "
+            f"{config.vocab_size}"
+        )
 
 
 def _check_end_token(config: LlamaConfig) -> None:

@@ -22,7 +22,7 @@ class SupervisedDocuments:
     """Training prompts with the environment's answers, in random order.
 
     Raises:
-        UserError: a problem has no answer, or holds a character that the tokenizer lacks.
+        UserError: a problem has no answer, or holds what the tokenizer has no token for.
     """
 
     def __init__(self, config: SupervisedPhaseConfig, context: RunContext, seed: str) -> None:
@@ -36,7 +36,7 @@ class SupervisedDocuments:
                     f"{problem.prompt!r}; leave the phase out"
                 )
             prompt = tokenizer.encode(problem.prompt)
-            answer = [*tokenizer.encode(problem.answer), tokenizer.end_token]
+            answer = [*tokenizer.encode(problem.answer), tokenizer.end_tokens[0]]
             documents.append(Document(tokens=prompt + answer, prompt_length=len(prompt)))
         self._number = config.documents_per_step
         self.items = ShuffledItems(documents, seed)

@@ -314,6 +314,7 @@ class Trainer:
             self._phase.name,
             self._context.llama,
             state,
+            files=self._context.tokenizer.files,
             keep=self._config.checkpoint.keep,
             writes=self._context.processes.is_main,
         )

@@ -21,10 +21,10 @@ class Completion:
     """One completion of a prompt.
 
     Attributes:
-        tokens: ids, with the end token if there is one.
+        tokens: ids, with the end token that it stopped at if there is one.
         logprobs: nats, one a token, at the temperature of sampling; at temperature 0 those of
             temperature 1.
-        finished: whether it ends with the end token.
+        finished: whether it ends with an end token.
     """
 
     tokens: list[int]
@@ -38,7 +38,7 @@ class Sampler:
     Args:
         config: bounds of length and of batch size.
         llama: the model; each call samples from its current weights.
-        end_token: id that ends a completion.
+        end_tokens: ids; a completion ends with the first of any of them.
         generator: source of randomness, on the model's device.
         processes: that share the batches; all must call `sample` with the same arguments.
     """
@@ -47,7 +47,7 @@ class Sampler:
         self,
         config: SamplerConfig,
         llama: Llama,
-        end_token: int,
+        end_tokens: Sequence[int],
         generator: torch.Generator,
         processes: Processes,
     ) -> None:
@@ -56,7 +56,7 @@ class Sampler:
         self._processes = processes
         # A sharded model is sampled from a whole copy: each token would gather all weights.
         self._llama = llama if processes.mesh is None else processes.new_sampler_copy(llama)
-        self._end_token = end_token
+        self._end_tokens = torch.tensor(end_tokens, device=generator.device)
         self._generator = generator
 
     def sample(
@@ -105,7 +105,7 @@ class Sampler:
             logits, cache = logits[rows], cache.select(rows)
         total = len(logits)
         running = torch.arange(total, device=logits.device)
-        tokens = logits.new_full((total, max_new_tokens), self._end_token, dtype=torch.int64)
+        tokens = torch.zeros((total, max_new_tokens), dtype=torch.int64, device=logits.device)
         logprobs = logits.new_zeros((total, max_new_tokens))
         lengths = torch.full((total,), max_new_tokens, device=logits.device)
         done = torch.zeros(total, dtype=torch.bool, device=logits.device)
@@ -113,7 +113,7 @@ class Sampler:
             chosen, chosen_logprobs = self._choose(logits, temperature)
             tokens[running, step] = chosen
             logprobs[running, step] = chosen_logprobs
-            ends = (chosen == self._end_token) & ~done[running]
+            ends = torch.isin(chosen, self._end_tokens) & ~done[running]
             lengths[running[ends]] = step + 1
             done[running[ends]] = True
             going_on = ~done[running]

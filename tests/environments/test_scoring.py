@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -132,13 +133,13 @@ def test_rl2_the_text_of_a_model_does_nothing(
 @pytest.mark.parametrize("text", ["9**9**9**9", "factorial(10**9)", "[0] * 10**12", "'a' * 10**11"])
 def test_rl3_what_takes_too_long_or_too_much_counts_as_no_answer(text: str) -> None:
     values = {"task": "countdown", "train_prompts": 4, "heldout_prompts": 2, "workers": 1}
-    config = parse_config(ReasoningGymConfig, values | {"limits": {"seconds": 0.5}})
+    config = parse_config(ReasoningGymConfig, values | {"limits": {"seconds": 1.0}})
     environment = RunEnvironment(config, seed=0)
     problem = environment.heldout[0]
     environment.start()
     begin = time.monotonic()
     scores = environment.score([problem] * 3, [problem.answer, text, problem.answer])
-    assert time.monotonic() - begin < 0.5 + 20
+    assert time.monotonic() - begin < 1.0 + 20
     assert scores.rewards == [1.0, 0.01, 1.0]  # reasoning-gym: 0.01 for any answer and for none
     if text == "9**9**9**9":
         assert scores.metrics["score_timeouts"] == 1
@@ -146,7 +147,7 @@ def test_rl3_what_takes_too_long_or_too_much_counts_as_no_answer(text: str) -> N
 
 
 def test_rewards_are_in_order_whatever_workers_are_lost(tmp_path: Path) -> None:
-    pool = _pool(tmp_path, workers=3, limits={"seconds": 0.3})
+    pool = _pool(tmp_path, workers=3, limits={"seconds": 1.0})
     answers: list[str | None] = [str(number) for number in range(200)]
     expected = [float(number) for number in range(200)]
     kinds = {"timeouts": (3, "time.sleep(9)"), "failures": (70, "os._exit(0)")}
@@ -211,7 +212,7 @@ def test_a_worker_that_speaks_unasked_or_died_is_replaced(tmp_path: Path) -> Non
     count = pool._workers[0].count + 1
     unasked = f"os.write(int(sys.argv[1]), bytes([2, {count}]) + bytes(15)) and 1"
     assert _score(pool, unasked).rewards == [0.0]
-    time.sleep(0.3)
+    select.select([pool._workers[0].answers], [], [], 20)  # the answer that nobody awaits
     assert _score(pool, "0.5").rewards == [0.5]
     after = _pids(pool)
     assert after != before

@@ -20,7 +20,6 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
 OFFLINE = """
 dtype: float64
 model: {{type: pretrained, path: {model}}}
-tokenizer: {{type: character, characters: "0123456789+-= "}}
 phases:
   - type: rl
     steps: 3

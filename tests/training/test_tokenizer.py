@@ -7,6 +7,7 @@ import pytest
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
+from tests.helpers.pretrained import bpe_tokenizer_json
 
 
 def _tokenizer(**values: Any) -> Tokenizer:
@@ -18,31 +19,15 @@ def _tokenizer(**values: Any) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["what is 12 + 7 ?", "what is 3 - 4 ?"] * 4, trainer)
-    # Texts of Llama begin with a special token; prompts here must not.
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
+    path.write_text(bpe_tokenizer_json(), encoding="utf-8")
     return path
 
 
 def test_a_character_is_a_token() -> None:
     tokenizer = _tokenizer(type="character", characters="ba +")
     assert tokenizer.vocab_size == 5
-    assert tokenizer.end_token == 0
+    assert tokenizer.end_tokens == (0,)
     assert tokenizer.encode("a + b") == [2, 3, 4, 3, 1]
     assert tokenizer.decode([2, 3, 4, 3, 1, 0]) == "a + b"
 
@@ -50,6 +35,20 @@ def test_a_character_is_a_token() -> None:
 def test_ids_of_a_larger_vocabulary_are_text_that_nobody_writes() -> None:
     tokenizer = _tokenizer(type="character", characters="ba")
     assert tokenizer.decode([2, 3, 1, 40, 0]) == "a\ufffdb\ufffd"
+
+
+def test_the_file_of_an_alphabet_is_the_same_tokenizer() -> None:
+    import tokenizers
+
+    alphabet = _tokenizer(type="character", characters='ba\n {"\u00e9')
+    file = tokenizers.Tokenizer.from_buffer(alphabet.files["tokenizer.json"])
+    text = '{"a": \u00e9}\n\n'.replace(":", " ").replace("}", "b")
+    ids = file.encode(text, add_special_tokens=False).ids
+    assert ids == alphabet.encode(text)
+    assert file.decode(ids) == text
+    assert file.get_vocab_size() == alphabet.vocab_size
+    with pytest.raises(Exception, match="Missing"):
+        file.encode("x")
 
 
 def test_the_default_alphabet_is_printable_ascii() -> None:
@@ -66,7 +65,7 @@ def test_an_unknown_character_is_named() -> None:
 
 def test_a_file_gives_its_tokens_and_no_special_ones(tokenizer_file: Path) -> None:
     tokenizer = _tokenizer(type="file", path=str(tokenizer_file), end_token="</s>")
-    assert tokenizer.end_token == 1
+    assert tokenizer.end_tokens == (1,)
     ids = tokenizer.encode("what is 12 + 7 ?")
     assert len(ids) < 16
     assert 0 not in ids
