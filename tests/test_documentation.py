@@ -91,6 +91,15 @@ def test_the_citation_and_the_oldest_torch_are_those_of_the_project() -> None:
     assert f"startswith('{oldest}.')" in workflow
 
 
+def test_all_tests_are_run_by_one_command() -> None:
+    (command,) = (line for line in _blocks(ROOT / "README.md", "bash") if "[test]" in line)
+    _, _, tests = command.strip().partition(" && ")
+    assert tests.startswith("pytest ")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yaml").read_text(encoding="utf-8")
+    assert f"- run: {tests}\n" in workflow
+    assert f"`{tests}`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
 # Their examples are whole programs; those of other pages go on from what the text says.
 PROGRAMS = ["README.md", "docs/config.md", "docs/data.md"]
 
