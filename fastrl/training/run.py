@@ -23,6 +23,7 @@ from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.evaluate import Evaluation, evaluate
+from fastrl.training.file_summary import FileSummary
 from fastrl.training.interrupt import INTERRUPTED, StopRequest
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.phases import Phase, StepResult
@@ -82,7 +83,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         context.processes.close()
         end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
         if config.logging.report and is_main:
-            write_report(run_dir, title=f"{run_dir.name}: {end}")
+            write_report(run_dir, config, title=f"{run_dir.name}: {end}")
     if not finished:
         print_line(console, f"{end} and saved; go on with --resume")
         return INTERRUPTED
@@ -197,7 +198,7 @@ class Trainer:
         self._started = started - state.seconds
         self._saved_at = (state.phase, state.phase_step) if state.step else None
         self.state = state
-        self._losses: list[float] = []  # of the phase
+        self._on_files = FileSummary()
         self._final: Evaluation | None = None
 
     @property
@@ -231,17 +232,16 @@ class Trainer:
     def summary(self) -> str:
         """The last line of a finished run.
 
-        The held-out reward before and after the last phase or, without an environment, the first
-        and last loss of that phase.
+        The held-out reward before and after the last phase or, without an environment, what a
+        phase on files knows.
         """
-        losses = self._config.losses_of(self._phase.config).values()
-        how = f"({'+'.join(loss.type for loss in losses)}, {self.seconds:.0f} s)"
+        losses = self._config.losses_of(self._phase.config)
+        how = f"({'+'.join(loss.type for loss in losses.values())}, {self.seconds:.0f} s)"
         if self._final is not None:
             return (
                 f"held-out reward: {self.state.rewards[-1]:.2f} -> {self._final.reward:.2f} {how}"
             )
-        ends = f"{self._losses[0]:.4f} -> {self._losses[-1]:.4f}" if self._losses else "no steps"
-        return f"loss: {ends} {how}"
+        return f"{self._on_files.line(losses)} {how}"
 
     def _run_phase(self, stop: StopRequest) -> bool:
         phase, config = self._phase, self._phase.config
@@ -249,7 +249,7 @@ class Trainer:
             evaluation = self._evaluate()
             reward = math.nan if evaluation is None else evaluation.reward
             self.state = replace(self.state, rewards=(*self.state.rewards, reward))
-        self._losses = []
+        self._on_files = FileSummary()
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
             if self._context.processes.any(stop.requested):
@@ -270,8 +270,7 @@ class Trainer:
         seconds = time.monotonic() - begin
         self.state = replace(self.state, phase_step=phase.steps_done, step=self.state.step + 1)
         self._check_finite(result)
-        if "loss" in result.metrics:
-            self._losses.append(result.metrics["loss"])
+        self._on_files.add(result.metrics)
         metrics = {
             **result.metrics,
             "tokens_per_second": result.num_tokens / seconds,

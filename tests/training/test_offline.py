@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ logging: {{tensorboard: false, report: true}}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_offline_from_one_run_to_another(
+def test_b6_offline_from_one_run_to_another(
     tmp_path: Path,
     finished: FinishedRun,
     suffix: str,
@@ -54,8 +55,18 @@ def test_offline_from_one_run_to_another(
     capsys.readouterr()
     run = tmp_path / "run"
     assert main(["train", str(config), "--run-dir", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("loss: ")
+    last = capsys.readouterr().out.splitlines()[-1]
     records = read_metrics(run)
+    ends = {
+        name: [record[f"policy/{name}"] for record in (records[0], records[-1])]
+        for name in ("clip_fraction", "kl_old_new")
+    }
+    clip, kl = ends["clip_fraction"], ends["kl_old_new"]
+    assert last.partition(" (gspo, ")[0] == (
+        f"reward of the files: {fmean(record['reward'] for record in records):.2f}, "
+        f"clip fraction: {clip[0]:.3f} -> {clip[1]:.3f}, "
+        f"KL(old, new): {kl[0]:.4f} -> {kl[1]:.4f}"
+    )
     assert len(records) == 3
     for record in records:
         assert 0 <= record["reward"] <= 1

@@ -1,0 +1,81 @@
+"""report.png and the last line: what a run can know, named as what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastrl.config import RunConfig, parse_config
+from fastrl.training.file_summary import FileSummary
+from fastrl.training.report import report_figure
+from tests.helpers.runs import tiny
+
+FILES = {"type": "files", "paths": ["x.jsonl"], "documents_per_step": 2}
+
+
+def _on_files() -> RunConfig:
+    config = tiny().model_dump(mode="json")
+    phase = {"type": "rl", "steps": 5, "rollouts": FILES, "losses": {"policy": {"type": "gspo"}}}
+    return parse_config(RunConfig, config | {"environment": None, "phases": [phase]})
+
+
+def _step(step: int, phase: str, **more: float) -> dict[str, Any]:
+    metrics = {"policy/loss": -1e-9 * step, "policy/entropy": 1.5, "policy/clip_fraction": 0.1}
+    metrics |= {"policy/kl_old_new": 2e-5 + 1e-9 * step}
+    return {"step": step, "phase": phase, "loss": -1e-9, **metrics, **more}
+
+
+def _labels(axis: Any) -> list[str]:
+    return [line.get_label() for line in axis.lines if not line.get_label().startswith("_")]
+
+
+def _legend(axis: Any) -> list[str]:
+    legend = axis.get_legend()
+    return [] if legend is None else [text.get_text() for text in legend.get_texts()]
+
+
+def test_b6_a_report_on_files_shows_what_they_tell() -> None:
+    records = [_step(step, "rl", reward=0.5) for step in range(1, 6)]
+    figure = report_figure(records, _on_files())
+    reward, divergence, entropy, clipped = figure.axes  # no right-hand axis
+    assert _labels(reward) == _legend(reward) == ["of the files"]
+    assert divergence.get_title() == "KL(old, new) (nats a token)"
+    assert divergence.lines[0].get_ydata()[0] == pytest.approx(2e-5, rel=1e-3)
+    for axis in (divergence, entropy, clipped):
+        assert _labels(axis) == _legend(axis) == ["policy"]
+    figure.canvas.draw()
+    for axis in figure.axes:
+        assert "+" not in axis.yaxis.get_offset_text().get_text()
+        assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+
+def test_b6_files_without_rewards_have_no_empty_legend() -> None:
+    figure = report_figure([_step(step, "rl") for step in (1, 2)], _on_files())
+    assert (_labels(figure.axes[0]), _legend(figure.axes[0])) == ([], [])
+
+
+def test_b6_a_report_of_sampled_phases_tells_training_and_held_out_apart() -> None:
+    supervised = {"step": 1, "phase": "supervised", "answers/loss": 2.0, "policy/loss": 3.0}
+    heldout = {"step": 0, "phase": "supervised", "heldout/reward": 0.1}
+    records = [heldout, supervised, *(_step(step, "rl", reward=0.5) for step in (2, 3))]
+    reward, loss, *_, divergence = report_figure(records, tiny()).axes
+    assert _legend(reward) == ["training", "held out"]
+    # The loss of the same name is shown where it is none of a policy.
+    assert _labels(loss) == ["answers", "policy"]
+    assert loss.lines[1].get_ydata() == [3.0]
+    assert _labels(divergence) == ["policy (right)"]
+    assert _legend(divergence) == ["answers", "policy", "policy (right)"]
+
+
+def test_b6_the_last_line_tells_each_loss_apart_and_what_is_missing() -> None:
+    summary = FileSummary()
+    assert summary.line(["a"]) == "no steps"
+    summary.add({"reward": 1.0, "active_groups": 0.0})  # nothing to learn from
+    summary.add({"reward": 0.0, "loss": 0.0, "a/kl_old_new": 1e-3, "b/kl_old_new": 2e-3})
+    summary.add({"reward": 0.5, "loss": 0.0, "a/kl_old_new": 3e-3, "b/kl_old_new": 4e-3})
+    kls = "KL(old, new) of a: 0.0010 -> 0.0030, KL(old, new) of b: 0.0020 -> 0.0040"
+    assert summary.line(["a", "b"]) == f"reward of the files: 0.50, {kls}"
+    bare = FileSummary()
+    bare.add({"loss": 0.0})
+    assert bare.line(["a"]) == "trained on files, without metrics"
