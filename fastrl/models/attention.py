@@ -85,7 +85,8 @@ def document_attention(
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)
     if flex and len(document_index) > 0:  # its kernel has no empty launch
         return FlexDocumentAttention(document_block_mask(document_index))
-    return PerDocumentAttention(_document_groups(document_index))
+    groups: DocumentGroups = _document_groups(document_index)
+    return PerDocumentAttention(groups)
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ class DocumentGroups:
     slots: Tensor
 
 
+# On the host, where lengths decide shapes: nothing to compile.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _document_groups(
     document_index: Tensor,  # [T]
 ) -> DocumentGroups:
