@@ -1,4 +1,4 @@
-"""Problems and their rewards, and the worker processes that score completions. Imports no torch."""
+"""Environments, and the worker processes that score completions. Imports no torch."""
 
 from fastrl.environments.protocol import Environment, Problem
 

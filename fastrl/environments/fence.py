@@ -1,9 +1,9 @@
-"""What a scoring worker may not do: a fence around verifiers that evaluate a model's text.
+"""The restrictions of a scoring worker: a fence around verifiers that evaluate a model's text.
 
-Four layers: resource limits; an own network namespace; Landlock, where Linux has it; and an audit
-hook, which works everywhere. It is a fence and not a jail: text that is run inside of the worker
-can alter the worker itself and so the rewards that follow, and native code that has a fault can
-pass the hook. Nothing here needs rights that the user lacks.
+Four layers: resource limits; a network namespace of its own; Landlock, where Linux has it; and an
+audit hook, which works everywhere. It is a fence, not a jail: text that is evaluated in the worker
+can alter the worker and so the rewards that follow, and a fault in native code can get around the
+hook. Nothing here needs privileges.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from typing import Any
 _GIB = 2**30
 _MAX_OPEN_FILES = 64
 
-# Of linux/prctl.h and linux/sched.h.
+# From linux/prctl.h and linux/sched.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 
-# Of linux/landlock.h: system calls, and the rights that each version of the interface brought.
+# From linux/landlock.h: system calls, and the rights that each ABI version added.
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
-_EXECUTE_WRITE_REMOVE_MAKE = 0x1FF3  # of version 1, all but reading of files and folders
+_EXECUTE_WRITE_REMOVE_MAKE = 0x1FF3  # version 1: all but reading files and folders
 _FILES_BY_VERSION = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # rename, truncate, ioctl of devices
 _TCP_BIND_CONNECT = 0b11  # version 4
 _ABSTRACT_SOCKETS_SIGNALS = 0b11  # version 6
 
 
 def end_with_parent(parent: int) -> None:
-    """The worker is killed when its parent ends, however that comes; Linux only.
+    """Has the kernel kill this worker when its parent ends, for whatever reason; Linux only.
 
-    Elsewhere it ends when its input does, once it is done with what it scores.
+    Elsewhere the worker ends with its input, once the current item is scored.
     """
     if sys.platform == "linux":
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the parent ended before
+        os._exit(1)  # the parent is gone already
 
 
 def limit_memory(gib: float) -> None:
-    """Bounds the address space, and writes no core files."""
+    """Bounds the address space and disables core files."""
     _limit(resource.RLIMIT_CORE, 0)
-    if sys.platform == "linux":  # macOS takes no such bound
+    if sys.platform == "linux":  # macOS refuses the bound
         _limit(resource.RLIMIT_AS, int(gib * _GIB))
 
 
 def leave_network() -> None:
-    """Moves to a network namespace without any interface, where the system permits it.
+    """Moves to a network namespace without interfaces, where the system permits it.
 
-    It must be called before there are other threads.
+    To be called while the process has a single thread.
     """
     if sys.platform == "linux":
-        # Of root no user namespace is asked, as it would lose access to the files of others.
+        # Not a user namespace for root, who would lose access to other users' files.
         flags = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWNET | _CLONE_NEWUSER
         _libc().unshare(flags)
 
 
 def raise_fence() -> None:
-    """No files are written, no processes started, no sockets opened from here on.
+    """Refuses, from here on, to write files, start processes and open sockets.
 
-    The current folder becomes one that exists no longer, so nothing can be made in it.
+    The current folder becomes one that no longer exists, so nothing can be created in it.
     """
     folder = tempfile.mkdtemp(prefix="fastrl-")
     os.chdir(folder)
@@ -74,17 +74,17 @@ def raise_fence() -> None:
     _restrict_by_landlock()
     _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_NPROC, 0)  # without effect on root
+    _limit(resource.RLIMIT_NPROC, 0)  # no effect for root
     sys.dont_write_bytecode = True
     sys.addaudithook(_refusal())
 
 
 def _refusal() -> Callable[[str, tuple[Any, ...]], None]:
-    """The audit hook. Nothing refers to it, and what it compares with are constants of its code."""
+    """The audit hook. Nothing else refers to it, and all it compares with are its own constants."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
-            # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC and O_APPEND, of Linux and of macOS.
+            # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC and O_APPEND, on Linux and macOS.
             if not arguments[2] & 0x64B:
                 return
         elif event in {
@@ -121,13 +121,13 @@ def _refusal() -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _restrict_by_landlock() -> None:
-    """Refuses writing, removing, making and executing of any file in the kernel, and TCP."""
+    """Has the kernel refuse to write, remove, create or execute any file, and to use TCP."""
     if sys.platform != "linux":
         return
     libc = _libc()
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
-        return  # not in this kernel, or switched off
+        return  # not in this kernel, or disabled
     files = _EXECUTE_WRITE_REMOVE_MAKE
     files |= sum(bit for since, bit in _FILES_BY_VERSION.items() if since <= version)
     rights = [files]

@@ -1,7 +1,7 @@
-"""Worker processes that score completions, so that no text of a model is evaluated in the trainer.
+"""Worker processes that score completions, so that the trainer evaluates no text of a model.
 
-A worker that takes too long, dies or answers what it must not is killed and replaced. Its item
-counts as a completion without an answer, and the rest of its work goes to the others.
+A worker that takes too long, dies or breaks the protocol is killed and replaced. The completion
+it was at is scored as no answer, and the rest of its work goes to other workers.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fastrl.environments.worker import ERROR, FAILED, READY, Start
 from fastrl.environments.worker_process import WorkerProcess
 
 _START_SECONDS = 300.0
-"""Most time that a worker may take to import what it needs."""
+"""Longest start of a worker, imports included."""
 
 _MAX_CHUNK = 128
-"""Most items in a message to a worker."""
+"""Most completions in a message to a worker."""
 
 _MAX_LOSSES = 3
-"""Workers that may be lost at the same completion without an answer, before the run ends."""
+"""Workers lost at scoring no answer to the same problem, at which the run ends."""
 
 
 @dataclass
 class Outcomes:
-    """What became of some completions.
+    """The results of scoring a batch of completions.
 
     Attributes:
         rewards: of the completions, in order.
-        errors: numbers of those at which the environment failed.
-        timeouts: numbers of those that took longer than allowed.
-        failures: numbers of those at which the worker died or answered something else.
+        errors: indices of those for which the environment raised.
+        timeouts: indices of those that took longer than allowed.
+        failures: indices of those at which the worker died or broke the protocol.
     """
 
     rewards: list[float]
@@ -49,9 +49,9 @@ class Outcomes:
 
 
 class ScoringPool:
-    """Worker processes, each with an environment of its own, started when they are needed.
+    """Worker processes, each with an environment of its own, started on demand.
 
-    They end with the pool, and with the process that made it.
+    They end with the pool and with the process that made it.
 
     Args:
         config: of the environment.
@@ -74,26 +74,26 @@ class ScoringPool:
             worker.send(self._probe)
 
     def set_probe(self, probe: Problem) -> None:
-        """Gives the problem that each worker scores first, which must be before any is ready.
+        """Sets the problem that each worker scores first; to be called before any is ready.
 
-        An environment that cannot score is so told before any completion is.
+        So an environment that cannot score is reported before there are completions.
 
         Raises:
-            UserError: the problem cannot be pickled.
+            UserError: the problem is not picklable.
         """
         is_own = isinstance(self._config, PythonEnvironmentConfig) and probe.answer is not None
         answers = (None, probe.answer) if is_own else (None,)
         self._probe = self._pickled([(probe, answer) for answer in answers])
         for worker in self._workers:
-            # It may be ready since long, and has waited for the problems to be drawn.
+            # It may have waited for the problems to be drawn, which does not count.
             worker.deadline = time.monotonic() + _START_SECONDS
             worker.send(self._probe)
 
     def start(self) -> None:
-        """Waits until a worker is ready, and starts one if need be.
+        """Waits until a worker is ready, starting one if there is none.
 
         Raises:
-            UserError: it cannot be started, or fails at the probe.
+            UserError: the worker cannot start, or fails at the probe.
         """
         if not self._workers:
             self.launch()
@@ -107,12 +107,12 @@ class ScoringPool:
     def score(
         self, problems: Sequence[Problem], answers: Sequence[str | None], *, start: bool = False
     ) -> Outcomes:
-        """The rewards of answers, one a problem; None is a completion that did not end.
+        """The rewards of answers, one a problem; None stands for a completion that did not end.
 
         Args:
             problems: of the environment.
             answers: of the model, one a problem.
-            start: whether to wait for a first worker that is ready.
+            start: whether to wait until a worker is ready.
 
         Raises:
             UserError: a worker cannot be started, or the environment cannot score None.
@@ -127,16 +127,16 @@ class ScoringPool:
                 self._hand_out(batch)
                 start = start and not any(worker.is_ready for worker in self._workers)
         except BaseException:
-            self.close()  # they may be in the middle of something
+            self.close()  # workers may be amid an item
             raise
         return batch.outcomes
 
     def _hand_out(self, batch: _Batch) -> None:
-        """Gives work to those that wait for some, and starts workers for what is left."""
+        """Sends chunks to idle workers, and starts workers for the chunks that are left."""
         for worker in list(self._workers):
             if not batch.chunks or worker.deadline is not None:
                 continue
-            if worker.read() or worker.has_ended:  # nothing was asked of it
+            if worker.read() or worker.has_ended:  # it answered unasked, or died
                 self._remove(worker)
                 continue
             worker.numbers.extend(batch.chunks.popleft())
@@ -148,7 +148,7 @@ class ScoringPool:
             num_starting += 1
 
     def _collect(self, worker: WorkerProcess, batch: _Batch) -> None:
-        """Takes a worker's answers, and replaces it where they do not come."""
+        """Takes the answers of a worker; one that is late, dead or out of step is removed."""
         if worker.deadline is None:
             return
         frames = worker.read()
@@ -197,7 +197,7 @@ class ScoringPool:
 
 
 class _Batch:
-    """Completions that are being scored: what is left, and what became of the rest."""
+    """A batch in progress: the chunks that are left, and the results so far."""
 
     def __init__(
         self,
@@ -223,9 +223,9 @@ class _Batch:
             self.outcomes.errors.add(number)
 
     def lose(self, numbers: list[int], kind: set[int]) -> None:
-        """Takes back what a lost worker had; the first of it is scored as none, on its own."""
+        """Takes back the items of a lost worker; the first is scored again, alone, as no answer."""
         if not numbers:
-            return  # it said too much when all was done
+            return  # it broke the protocol after its last item
         first, *rest = numbers
         if rest:
             self.chunks.appendleft(rest)
@@ -244,7 +244,7 @@ class _Batch:
 
 
 def _wait(workers: Sequence[WorkerProcess]) -> None:
-    """Until one of them has something to say or can take more, or is late."""
+    """Waits until a worker can be read from or written to, or the earliest deadline is past."""
     busy = [worker for worker in workers if worker.deadline is not None]
     with selectors.DefaultSelector() as selector:
         for worker in busy:

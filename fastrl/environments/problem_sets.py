@@ -1,4 +1,4 @@
-"""The problems of a run: held-out ones, and training ones that share no prompt with them."""
+"""The problem sets of a run: held-out and training problems, which share no prompt."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from fastrl.config.environment import AnyEnvironmentConfig
 from fastrl.environments.protocol import Environment, Problem
 
 MAX_DRAWS = 4
-"""Problems that are drawn for each different held-out prompt that is wanted, at most."""
+"""Most problems to draw for each held-out prompt, as prompts may repeat."""
 
 
 @dataclass(frozen=True)
 class ProblemSets:
-    """Problems with different prompts, none of them in both sets."""
+    """Problems with different prompts; no prompt is in both sets."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all prompts and answers in their order."""
+        """SHA-256 of all prompts and answers, in order."""
         texts = [(problem.prompt, problem.answer) for problem in (*self.heldout, *self.train)]
         return sha256(repr(texts).encode()).hexdigest()
 
 
 def draw_problem_sets(config: AnyEnvironmentConfig, environment: Environment) -> ProblemSets:
-    """The first `heldout_prompts` different prompts of one split, and what the other has besides.
+    """The first `heldout_prompts` different prompts held out, and all other training prompts.
 
     Args:
-        config: how many problems are drawn.
-        environment: gives them.
+        config: how many problems to draw.
+        environment: where they come from.
 
     Raises:
         UserError: too few different prompts.

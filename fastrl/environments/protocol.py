@@ -1,4 +1,4 @@
-"""What an environment is: problems by split, and a score for each answer."""
+"""The interface of an environment: problems of two splits, and the reward of a completion."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Problem:
 
     Attributes:
         prompt: what the model reads.
-        answer: the environment's own, for supervised training; None where there is none.
-        data: what `score` needs beside them; anything that can be pickled.
+        answer: the reference answer, for supervised training; None where there is none.
+        data: whatever else `score` needs; it must be picklable.
 
     Raises:
-        TypeError: a prompt or answer that is no text.
+        TypeError: the prompt or the answer is not text.
     """
 
     prompt: str
@@ -34,24 +34,24 @@ class Problem:
 
 
 class Environment(Protocol):
-    """A task: a class of one's own with these methods serves as `environment: {type: python}`.
+    """A task. Any class with these methods serves as `environment: {type: python}`.
 
-    It is made by `Class(seed=seed, **config)` with the run's seed and `environment.config`.
+    It is constructed as `Class(seed=seed, **config)`, with the run's seed and `environment.config`.
 
-    Which problems are held out is not its concern: those drawn first for "heldout" are, and a
-    training problem with one of their prompts is left out, as is one whose prompt came before. So
-    `problems` may yield the same for both splits, for ever, or with repetitions.
+    The splits need not be disjoint. The first different prompts of "heldout" are the held-out ones;
+    a training problem with one of these prompts, or with a prompt that came before, is dropped. So
+    `problems` may yield the same problems for both splits, repeat them, or never end.
     """
 
     def problems(self, split: Split) -> Iterable[Problem]:
-        """Problems for training ("train") or evaluation ("heldout"), the same at each call."""
+        """Problems for training ("train") or evaluation ("heldout"), the same on each call."""
         ...
 
     def score(self, problem: Problem, answer: str | None) -> float:
         """The reward of a completion; 1 or more counts as solved.
 
         Args:
-            problem: one of the environment's own.
-            answer: text of the completion without its end token; None for one that did not end.
+            problem: one that `problems` gave.
+            answer: text of the completion without its end token; None if it did not end.
         """
         ...

@@ -14,8 +14,8 @@ from fastrl.environments.problem_sets import MAX_DRAWS
 from fastrl.environments.protocol import Problem, Split
 
 _SEED_STRIDE = 2**31
-"""From the seed of the held-out problems to that of the training problems. Most tasks make problem
-i from seed + i, so nearby seeds would give the same problems; numpy takes seeds up to 2^32."""
+"""Distance between the seeds of held-out and training problems. Most tasks make problem i from
+seed + i, so nearby seeds would share problems; numpy takes seeds below 2^32."""
 
 
 class ReasoningGymEnvironment:
@@ -25,7 +25,7 @@ class ReasoningGymEnvironment:
 
     Args:
         config: the task and how its questions become prompts.
-        seed: of the run; it gives both problem sets.
+        seed: of the run; the seeds of both splits follow from it.
 
     Raises:
         UserError: reasoning-gym is not installed, has no such task, or refuses the task's options.
@@ -35,11 +35,11 @@ class ReasoningGymEnvironment:
         self._config = config
         self._pattern = re.compile(config.question_pattern or "(.*)", re.DOTALL)
         self._seed = random.Random(seed).randrange(_SEED_STRIDE)
-        # Its verifier serves the problems of both splits.
+        # Its verifier scores problems of both splits.
         self._heldout = _dataset(config, self._seed, MAX_DRAWS * config.heldout_prompts)
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The task's problems, as many as are drawn of them.
+        """The task's problems, as many as the run may draw.
 
         Raises:
             UserError: `question_pattern` is not found in a question.
@@ -61,9 +61,9 @@ class ReasoningGymEnvironment:
             yield Problem(prompt, None if answer is None else str(answer), entry)
 
     def score(self, problem: Problem, answer: str | None) -> float:
-        """The verifier's reward of an answer, without surrounding spaces.
+        """The verifier's reward of the answer, stripped of surrounding spaces.
 
-        It raises what the verifier raises: some tasks parse without a guard.
+        Exceptions of the verifier pass through: some tasks parse without a guard.
         """
         answer = None if answer is None else answer.strip()
         return float(self._heldout.score_answer(answer, problem.data))

@@ -1,4 +1,4 @@
-"""From a config to its environment, and the rewards that an environment gives."""
+"""From a config to its environment, and from a completion to a finite reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_environment(config: AnyEnvironmentConfig, seed: int) -> Environment:
     """The environment of a config.
 
     Raises:
-        UserError: as the environment's class says.
+        UserError: as the constructor of the environment.
     """
     if isinstance(config, PythonEnvironmentConfig):
         return UserEnvironment(config, seed)
@@ -22,11 +22,11 @@ def build_environment(config: AnyEnvironmentConfig, seed: int) -> Environment:
 
 
 def finite_score(environment: Environment, problem: Problem, answer: str | None) -> float:
-    """The reward of an answer, a finite number; it raises what the environment raises.
+    """The reward of a completion, a finite number; exceptions of the environment pass through.
 
     Raises:
-        TypeError: the score is no number.
-        ValueError: it is not finite.
+        TypeError: the score is not a number.
+        ValueError: the score is not finite.
     """
     score = environment.score(problem, answer)
     if isinstance(score, str | bytes) or not hasattr(score, "__float__"):

@@ -1,4 +1,4 @@
-"""Environments of the user's own: a class that the config names, from a file or a package."""
+"""The environment that a user wrote: a class from a file or a package that the config names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastrl.environments.protocol import Environment, Problem, Split
 
 
 class UserEnvironment:
-    """An object of the user's class. What goes wrong in its code is told with its path and line.
+    """An instance of the user's class, whose exceptions are reported with path and line.
 
     Args:
         config: names the class and its options.
@@ -23,7 +23,7 @@ class UserEnvironment:
 
     Raises:
         UserError: no such file, package or class; a class without the methods of `Environment`; or
-            an exception of its code.
+            an exception in its `__init__`.
     """
 
     def __init__(self, config: PythonEnvironmentConfig, seed: int) -> None:
@@ -36,10 +36,10 @@ class UserEnvironment:
         self._check_method("score", "problem", "answer")
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """What the class yields.
+        """The problems that the class yields.
 
         Raises:
-            UserError: an exception of its code, or something that is no `Problem`.
+            UserError: its code raised, or yielded something other than a `Problem`.
         """
         with self._named("`problems`"):
             for problem in self._made.problems(split):
@@ -51,7 +51,7 @@ class UserEnvironment:
                 yield problem
 
     def score(self, problem: Problem, answer: str | None) -> float:
-        """The class's own score, with whatever it raises."""
+        """The class's score; exceptions pass through."""
         return self._made.score(problem, answer)
 
     def _check_method(self, name: str, *arguments: str) -> None:
@@ -94,11 +94,11 @@ def _find_class(path: str) -> type:
 
 
 def _line_in(error: BaseException, path: str | None) -> str:
-    """The last line of a file that an exception went through, as the end of a message."""
+    """The last line of a file in an exception's traceback, as the end of a message."""
     if path is None:
         return ""
     if isinstance(error, SyntaxError) and error.filename == path:
-        return ""  # told by the error itself
+        return ""  # the message has it already
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""The worker process: an environment of its own, which scores what the trainer sends.
+"""The worker process: it has an environment of its own and scores what the trainer sends.
 
-The trainer sends pickles. The worker answers with frames of fixed size, which hold numbers,
-and never with a pickle, as text that is evaluated in it could forge one.
+The trainer sends pickles. The worker answers in frames of fixed size that hold numbers, never in
+pickles, which text that is evaluated in the worker could forge.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from fastrl.environments.scoring import build_environment, finite_score
 from fastrl.environments.user_class import described
 
 FRAME = struct.Struct("<BQd")
-"""An answer: its kind, how many answers came before it, and its value.
+"""An answer: its kind, its number counted from 1, and its value.
 
-The count tells the trainer of an answer too many, which would shift those that follow."""
+The number exposes a surplus answer, which would shift those that follow."""
 
 READY, FAILED, SCORE, ERROR = range(4)
-"""Kinds of answers: ready to score; not so, with the length of a text that follows; the reward of
-the next item; the reward of no answer, as the next item could not be scored."""
+"""Kinds of answers: ready to score; failed to start, with the length of a message that follows; the
+reward of the next item; the reward of no answer, as scoring the next item raised."""
 
 MAX_TEXT = 2000
-"""Most bytes of the text after FAILED."""
+"""Most bytes of the message after FAILED."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first message; the second one are (problem, answer) pairs that must give no error.
+    """The first message. The second is a list of (problem, answer) pairs that must be scorable.
 
     Attributes:
         config: of the environment.
@@ -52,12 +52,12 @@ def main(arguments: Sequence[str]) -> None:
     """Scores until the input ends.
 
     Args:
-        arguments: file descriptor for the answers, and process id of the trainer.
+        arguments: file descriptor for answers, and process id of the trainer.
     """
     answers, parent = map(int, arguments)
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The messages' own descriptor, so that nothing that is scored reads them from standard input.
+    # Messages get a descriptor of their own, so that scored text cannot read them from stdin.
     messages = os.fdopen(os.dup(0), "rb")
     os.dup2(1, 0)  # /dev/null
     try:
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str]) -> None:
     while True:
         try:
             items = pickle.load(messages)
-        except EOFError:  # the trainer needs no more
+        except EOFError:  # the trainer is done
             return
         for problem, answer in items:
             count += 1
             try:
                 frame = FRAME.pack(SCORE, count, finite_score(environment, problem, answer))
-            except BaseException:  # also SystemExit: it may be the text that is evaluated
+            except BaseException:  # SystemExit too: the evaluated text may raise it
                 frame = FRAME.pack(ERROR, count, finite_score(environment, problem, None))
             os.write(answers, frame)
 
@@ -90,7 +90,8 @@ def _begin(messages: BinaryIO) -> Environment:
     if config.has_fence:
         leave_network()
     environment = build_environment(config, start.seed)
-    probe = pickle.load(messages)  # after its classes, which may be of the environment's file
+    # After the environment, whose file may define the classes in it.
+    probe = pickle.load(messages)
     if config.has_fence:
         raise_fence()
     for problem, answer in probe:

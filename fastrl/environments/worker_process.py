@@ -1,4 +1,4 @@
-"""The trainer's end of a worker process: its pipes, and how it is started and killed."""
+"""The trainer's side of a worker process: its pipes, its start and its end."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess:
-    """A worker that was started. Nothing here waits for it but `end`.
+    """A started worker. Only `end` waits for it.
 
     Args:
         start: pickled `Start`.
-        has_fence: whether the worker gets no environment variables but a few harmless ones.
+        has_fence: whether the worker gets a few harmless environment variables only.
 
     Attributes:
-        messages: descriptor that takes messages.
-        answers: descriptor that gives frames.
-        unsent: what of the messages the pipe had no room for yet.
-        numbers: of the items that it has to score.
-        count: of the items that it has scored.
-        deadline: monotonic time of its next answer; None while none is awaited.
+        messages: descriptor to write messages to.
+        answers: descriptor to read frames from.
+        unsent: part of the messages that the pipe has had no room for.
+        numbers: indices of the items that it still has to score.
+        count: number of items that it has scored.
+        deadline: monotonic time by which it must answer; None while no answer is due.
         is_ready: whether it has started.
         has_ended: whether it has closed its pipe.
-        text: what it said when it could not start.
+        text: its message if it could not start.
     """
 
     def __init__(self, start: bytes, *, has_fence: bool) -> None:
@@ -55,7 +55,7 @@ class WorkerProcess:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs_out,),
                 env=_variables(has_fence=has_fence),
-                start_new_session=True,  # Ctrl-C on a terminal is the trainer's alone
+                start_new_session=True,  # Ctrl-C in a terminal reaches the trainer alone
             )
         except BaseException:
             os.close(self.messages)
@@ -70,33 +70,33 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the ended process; negative for a signal."""
+        """Of the process once it has ended; negative for a signal."""
         return self._process.returncode
 
     def send(self, message: bytes) -> None:
-        """Sends a message, or as much as the pipe takes; `send_more` sends the rest."""
+        """Sends a message as far as the pipe takes it; `send_more` sends the rest."""
         self.unsent = memoryview(bytes(self.unsent) + message)
         self.send_more()
 
     def send_more(self) -> None:
-        """Sends what is left to send, as far as the pipe takes it."""
+        """Sends what is unsent, as far as the pipe takes it."""
         try:
             while self.unsent:
                 self.unsent = self.unsent[os.write(self.messages, self.unsent) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.unsent = memoryview(b"")  # a dead one is seen by `read`
+            self.unsent = memoryview(b"")  # `read` notices a dead worker
 
     def read(self) -> list[tuple[int, int, float]]:
-        """The frames that have come since the last call; a text goes to `text`."""
+        """The frames that came since the last call; a message after FAILED goes to `text`."""
         with contextlib.suppress(BlockingIOError):
             while not self.has_ended:
                 data = os.read(self.answers, 2**16)
                 self._received += data
                 self.has_ended = not data
                 if len(self._received) > _MAX_RECEIVED:
-                    break  # it says too much; `read` will be called again
+                    break  # bounds the buffer; `read` is called again
         frames: list[tuple[int, int, float]] = []
         start = 0
         while len(self._received) >= start + FRAME.size:
@@ -113,12 +113,12 @@ class WorkerProcess:
         return frames
 
     def expects(self, kind: int, count: int, value: float) -> bool:
-        """Whether a frame is the answer that it owes next."""
+        """Whether a frame is the answer that is due next."""
         is_answer = kind in (SCORE, ERROR) and math.isfinite(value)
         return is_answer and bool(self.numbers) and count == self.count + 1
 
     def end(self) -> None:
-        """Kills the process with what it may have started, and waits for it."""
+        """Kills the process and its children, and waits for it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -127,10 +127,10 @@ class WorkerProcess:
 
 
 def _variables(*, has_fence: bool) -> dict[str, str]:
-    """The worker's environment variables: where its modules are, and no secrets of the trainer."""
+    """The worker's environment variables: its module path, and no secrets of the trainer."""
     kept = dict(os.environ)
     if has_fence:
         kept = {name: kept[name] for name in _KEPT_VARIABLES if name in kept}
     paths = [path or os.getcwd() for path in sys.path]
-    # One thread: others would not follow into the network namespace.
+    # One thread, as threads that exist do not move to the new network namespace.
     return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": os.pathsep.join(paths)}
