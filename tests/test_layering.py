@@ -4,8 +4,10 @@ Of the tests: no module of tests is imported by another.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +90,36 @@ def test_imports_point_one_way(path: Path) -> None:
 
 def test_every_part_is_known() -> None:
     assert {_part(_module(path)) for path in _sources()} <= set(ALLOWED)
+
+
+# Trainers that one installs as they say, and then adds fastrl.
+OTHER_TRAINERS = {"megatron", "torchtitan", "verl"}
+
+# Packages that are imported under another name.
+MODULES = {"pyyaml": "yaml"}
+
+
+def _modules(requirements: list[str]) -> set[str]:
+    """What the packages of a list of requirements are imported as."""
+    names = (re.split(r"[\s\[<>=;]", requirement)[0].lower() for requirement in requirements)
+    return {MODULES.get(name, name.replace("-", "_")) for name in names}
+
+
+def test_b8_extras_are_what_the_package_imports() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    extras = project["optional-dependencies"]
+    adapters, others = set[str](), set[str]()
+    for path in _sources():
+        found = adapters if _part(_module(path)) == "integrations" else others
+        found |= {name.split(".")[0] for name in _imports(path)}
+    ours = {"fastrl", *sys.stdlib_module_names}
+    always = _modules(project["dependencies"])
+    assert adapters - ours - always - OTHER_TRAINERS == _modules(extras["integrations"])
+    # TensorBoard is imported by torch; Triton and pydantic's core come with torch and pydantic.
+    brought = {"triton", "pydantic_core"}
+    assert others - ours - brought | {"tensorboard"} == always | _modules(extras["examples"])
 
 
 def _is_of_a_test_module(imported: str) -> bool:
