@@ -130,10 +130,14 @@ def test_the_loop_of_the_readme_does_not_depend_on_its_micro_batches() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_examples_import_what_there_is(page: Path) -> None:
     for block in _blocks(page, "python"):
-        imports: list[ast.stmt] = [
-            node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
-        exec(compile(ast.Module(imports, type_ignores=[]), str(page), "exec"))
+        for node in ast.parse(block).body:
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            try:
+                exec(compile(ast.Module([node], type_ignores=[]), str(page), "exec"))
+            except ModuleNotFoundError as error:
+                # Trainers that the tests do not install, and that tests/peers does.
+                assert error.name in {"megatron", "torchtitan", "verl"}, error
 
 
 def test_the_config_of_the_readme_is_valid() -> None:
