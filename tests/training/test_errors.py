@@ -40,7 +40,10 @@ def _error(
         ("tokenizer.characters='0123'", "`tokenizer.characters` must hold every character of"),
         ("phases.0.max_tokens_per_micro_batch=5", "`phases.0.max_tokens_per_micro_batch` must be"),
         ("phases.1.max_tokens_per_micro_batch=5", "`phases.1.max_tokens_per_micro_batch` must be"),
-        ("model={type: pretrained, path: none}", "none/config.json: cannot be read: No such file"),
+        (
+            "model={type: pretrained, path: none}; tokenizer={type: pretrained}",
+            "none/config.json: cannot be read: No such file",
+        ),
         ("model.vocab_size=7", "`model`: `vocab_size` must be at least the tokenizer's 15, got 7"),
         ("device=tpu9", "`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'tpu9'"),
         ("device=meta", "`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'meta'"),
@@ -75,7 +78,7 @@ def _error(
 def test_a_config_that_does_not_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    error = _error(tmp_path, capsys, override)
+    error = _error(tmp_path, capsys, *override.split("; "))
     assert message in error
     assert error.count("\n") == 1
 
