@@ -38,8 +38,10 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     """The files of `COPIED_FILES` that a folder has, by name.
 
     Raises:
-        UserError: it has no tokenizer.json.
+        UserError: it is no folder, or has no tokenizer.json.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: must be the folder of a model, there is no such folder")
     files = {name: folder / name for name in COPIED_FILES if (folder / name).is_file()}
     if TOKENIZER_FILE not in files:
         raise UserError(
