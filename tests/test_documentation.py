@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastrl import Document
 from fastrl.config import ConfigError, RunConfig, load_config, parse_config
 from fastrl.config.yaml_text import parse_yaml
 
@@ -28,7 +30,7 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def test_the_readme_has_exactly_two_set_up_commands() -> None:
-    commands = _blocks(ROOT / "README.md", "bash")
+    commands = [block for block in _blocks(ROOT / "README.md", "bash") if "pip install" in block]
     assert [command.count("\n") for command in commands] == [1, 1]
     assert [re.findall(r"\[(\w+)\]' && (\w+)", command) for command in commands] == [
         [("examples", "fastrl")],
@@ -109,12 +111,37 @@ PROGRAMS = ["README.md", "docs/config.md", "docs/data.md"]
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_python_examples_run(page: str) -> None:
     scope: dict[str, object] = {}
-    for block in _blocks(ROOT / page, "python"):
+    blocks = [_own_loop()] if page == "README.md" else _blocks(ROOT / page, "python")
+    for block in blocks:
         exec(compile(block, page, "exec"), scope)
 
 
+def _own_loop() -> str:
+    """The block of the README that is a whole program."""
+    (block,) = (text for text in _blocks(ROOT / "README.md", "python") if "import torch\n" in text)
+    return block
+
+
+def test_the_readme_attaches_the_head_to_a_model_of_transformers() -> None:
+    (block,) = (text for text in _blocks(ROOT / "README.md", "python") if "attach_head(" in text)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    scope: dict[str, Any] = {
+        "model": LlamaForCausalLM(config),
+        "documents": [
+            Document(tokens=[5, 3, 8, 1], prompt_length=1, logprobs=[-3.0] * 3, advantage=0.7),
+            Document(tokens=[5, 3, 7], prompt_length=1, logprobs=[-3.0] * 2, advantage=-0.7),
+        ],
+    }
+    exec(compile(block.replace('"cuda"', '"cpu"'), "README.md", "exec"), scope)
+    assert torch.isfinite(scope["metrics"]["loss"])
+    assert scope["model"].lm_head.weight.grad.abs().sum() > 0
+
+
 def test_the_loop_of_the_readme_does_not_depend_on_its_micro_batches() -> None:
-    (block,) = _blocks(ROOT / "README.md", "python")
+    block = _own_loop()
     results = []
     for max_tokens in (6, 100):
         text = block.replace("bfloat16", "float64").replace("=6)", f"={max_tokens})")

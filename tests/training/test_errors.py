@@ -42,7 +42,7 @@ def _error(
         ("phases.1.max_tokens_per_micro_batch=5", "`phases.1.max_tokens_per_micro_batch` must be"),
         (
             "model={type: pretrained, path: none}; tokenizer={type: pretrained}",
-            "none/config.json: cannot be read: No such file",
+            "none: must be the folder of a model, there is no such folder",
         ),
         ("model.vocab_size=7", "`model`: `vocab_size` must be at least the tokenizer's 15, got 7"),
         ("device=tpu9", "`device` must be `auto`, `cpu`, `cuda` or `cuda:N`, got 'tpu9'"),
