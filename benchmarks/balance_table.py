@@ -60,9 +60,10 @@ def draw_documents(groups: int, length: Length) -> list[Document]:
     ]
 
 
-def flops(document: Document) -> float:
+def flops(document: Document, num_shared: int = 0) -> float:
     """Of Llama-3.2-1B."""
-    return _LLAMA_1B.document(len(document.tokens), len(document.tokens) - PROMPT)
+    num_tokens = len(document.tokens)
+    return _LLAMA_1B.document(num_tokens, num_tokens - PROMPT, num_shared)
 
 
 def slowest(documents: list[Document], ranks: int, work: Work) -> tuple[float, float, int]:

@@ -207,5 +207,10 @@ class RLPhaseConfig(PhaseConfig):
     epochs: int = Field(default=1, gt=0, le=10**6)
     """Number of passes over a step's rollouts."""
 
+    share_prefixes: bool = False
+    """Whether the completions of one prompt share its tokens in a micro-batch instead of repeating
+    them; they then stay in one micro-batch where they fit. No number changes. With `sequence_data:
+    1` and `micro_sequences: 1` of `parallel` only."""
+
 
 AnyPhaseConfig = Annotated[SupervisedPhaseConfig | RLPhaseConfig, Field(discriminator="type")]

@@ -256,6 +256,8 @@ class RunConfig(Config):
                 max_new_tokens = None if from_files else self.sampler.max_new_tokens
                 _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
                 _check_on_policy(index, phase, losses)
+                if phase.share_prefixes:
+                    _check_shared_prefixes(index, self.parallel, self.model)
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
         names = [self.phase_name(index) for index in range(len(self.phases))]
@@ -298,6 +300,23 @@ def _check_on_policy(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLoss
         raise ValueError(
             f"`phases.{index}.rollouts.old_logprobs: sampler` has no effect with `on_policy` of the"
             f" losses {on_policy}, which do not read it; leave one of the two out"
+        )
+
+
+def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Refuses attention over shared prefixes where there is none."""
+    where = f"`phases.{index}.share_prefixes`"
+    for name in ("sequence_data", "micro_sequences"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"{where} must go with `parallel.{name}: 1`, got {size}: of a sequence that is"
+                " split, attention takes one interval of keys for a token, and with shared"
+                " prefixes it is several; use `parallel.data` and `parallel.tensor`"
+            )
+    if isinstance(model, LlamaConfig) and model.attention_implementation == "varlen":
+        raise ValueError(
+            f"{where} must not go with `model.attention_implementation: varlen`, which takes the"
+            " tokens of a document as one run; use `auto`"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastrl.data.documents import IGNORE_LABEL, Document
 from fastrl.data.label_shift import shift_documents
+from fastrl.data.prefixes import check_not_split, with_shared_prefixes
 from fastrl.data.prompt_groups import (
     GroupId,
     count_group_labels,
@@ -110,6 +111,8 @@ class TokenBatch:
     rewards: Tensor | None = None  # [N] fp32 or float64, NaN = none
     group_ids: tuple[GroupId | None, ...] | None = None  # N
     kept_tokens: Tensor | None = None  # [T, K] int64, -1 fills up
+    visible_until: Tensor | None = None  # [T] int64; None where documents share no slot
+    paths: tuple[Tensor, ...] | None = None  # N of [n] int64, slots of each document; as above
 
     @classmethod
     def from_documents(
@@ -119,6 +122,7 @@ class TokenBatch:
         pad_to_multiple: int = 1,
         sequence_length: int | None = None,
         columns: Collection[str] | None = None,
+        share_prefixes: bool = False,
     ) -> TokenBatch:
         """Packs documents into one sequence, in order, and shifts labels inside each of them.
 
@@ -135,13 +139,18 @@ class TokenBatch:
                 "model_version" that the batch carries, no others, also where no document has a
                 label. Default: those that any document has. Ranks whose documents may lack labels
                 should name them, as all ranks must compute the same metrics.
+            share_prefixes: tokens that documents of one `group_id` begin with, up to the one that
+                predicts the first label, stand in the sequence once (docs/data.md). The model
+                must see `visible_until` of the batch. Nothing else changes: losses, metrics and
+                gradients are those of the flat sequence.
 
         Raises:
             DocumentError: (a ValueError) naming the document and the field.
         """
         if pad_to_multiple < 1:
             raise ValueError(f"`pad_to_multiple` must be at least 1, got {pad_to_multiple}")
-        batch = cls(**shift_documents(documents, columns))
+        fields = shift_documents(documents, columns)
+        batch = cls(**(with_shared_prefixes(fields) if share_prefixes else fields))
         if sequence_length is not None and batch.num_tokens > sequence_length:
             raise ValueError(
                 f"`documents` must have at most {sequence_length} tokens (`sequence_length`), got "
@@ -152,8 +161,8 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the documents, without padding."""
-        return sum(self.document_lengths)
+        """Tokens of the documents, without padding; shared ones once."""
+        return int((self.document_index >= 0).sum())
 
     @property
     def padded_length(self) -> int:
@@ -187,6 +196,10 @@ class TokenBatch:
             return torch.cat([values, values.new_full((extra, *values.shape[1:]), filler)])
 
         start = self.padded_length - self.num_tokens
+        visible_until = self.visible_until
+        if visible_until is not None:
+            ends = torch.arange(self.padded_length, length) + 1
+            visible_until = torch.cat([visible_until, ends])
         return replace(
             self,
             tokens=pad(self.tokens),
@@ -195,6 +208,7 @@ class TokenBatch:
             document_index=pad(self.document_index, -1),
             columns={name: pad(column) for name, column in self.columns.items()},
             kept_tokens=None if self.kept_tokens is None else pad(self.kept_tokens, -1),
+            visible_until=visible_until,
         )
 
     def split_by_document(
@@ -211,6 +225,8 @@ class TokenBatch:
                 f"`values` must have one value a slot ({list(self.labels.shape)}), got "
                 f"{list(values.shape)}"
             )
+        if self.paths is not None:
+            return tuple(values[path[:-1].to(values.device)] for path in self.paths)
         pieces = values[: self.num_tokens].split(self.document_lengths)
         return tuple(piece[:-1] for piece in pieces)
 
@@ -278,7 +294,12 @@ class TokenBatch:
         """As `to_kwargs`, for any rank of a sequence-data axis, without process groups.
 
         The padded length must be a multiple of `split_multiple(size, micro_sequences, layout)`.
+
+        Raises:
+            ValueError: documents share slots, and the sequence is to be split.
         """
+        if self.visible_until is not None:
+            check_not_split(size, micro_sequences)
         slots = shard_slots(
             self.padded_length,
             rank=rank,
@@ -359,6 +380,7 @@ class TokenBatch:
             whole_documents=not is_cut,
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
+            visible_until=None if self.visible_until is None else self.visible_until[slots],
         )
 
     @property

@@ -5,6 +5,7 @@ Token alignment throughout: value i belongs to token i. The shift is in `label_s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from numbers import Integral, Real
 from sys import float_info
 from typing import Any
@@ -48,6 +49,19 @@ def checked_tokens(number: int, document: Document) -> tuple[Array, Array]:
     learned = _learned_tokens(number, document, len(ids))
     _check_scalars(number, document)
     return ids, learned
+
+
+def unlabelled_prefix(number: int, document: Document) -> Array:
+    """The ids [m] of the tokens before the one that predicts the first label; all without labels.
+
+    Raises:
+        DocumentError: these ids, or what says which tokens are labels, cannot be read.
+    """
+    learned = _learned_tokens(number, document, len(document.tokens))
+    length = int(learned.argmax()) - 1 if learned.any() else len(learned)
+    if length == 0:
+        return np.zeros(0, np.int64)
+    return _token_ids(number, replace(document, tokens=document.tokens[:length]))
 
 
 def _token_ids(number: int, document: Document) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fastrl.data.documents import Document, DocumentError
+from fastrl.data.prefixes import bundled_runs
 
 
 def pack_documents(
@@ -13,6 +14,7 @@ def pack_documents(
     max_tokens: int,
     *,
     order: Literal["first_fit_decreasing", "in_order"] = "first_fit_decreasing",
+    share_prefixes: bool = False,
 ) -> list[list[Document]]:
     """Documents in packs of at most `max_tokens` tokens, each document in exactly one pack.
 
@@ -25,6 +27,9 @@ def pack_documents(
         order: "first_fit_decreasing" puts each document, the longest first, into the first pack
             with room, which needs at most 11/9 of the fewest possible packs (and one more);
             "in_order" starts a new pack when the next document does not fit.
+        share_prefixes: for `TokenBatch.from_documents(share_prefixes=True)`: the documents of a
+            group stay in one pack, in which shared tokens take room once; a group that is larger
+            than a pack is split, and what it shares takes room in each of its packs.
 
     Returns:
         Packs, none empty; inside a pack documents keep the order in which they were given.
@@ -32,7 +37,7 @@ def pack_documents(
     Raises:
         DocumentError: (a ValueError) for a document that is too long.
     """
-    packs = pack_numbers(documents, max_tokens, order=order)
+    packs = pack_numbers(documents, max_tokens, order=order, share_prefixes=share_prefixes)
     return [[documents[number] for number in numbers] for numbers in packs]
 
 
@@ -41,17 +46,27 @@ def pack_numbers(
     max_tokens: int,
     *,
     order: Literal["first_fit_decreasing", "in_order"] = "first_fit_decreasing",
+    share_prefixes: bool = False,
 ) -> list[list[int]]:
     """As `pack_documents`, the 0-based numbers of the documents of each pack, increasing."""
     if order not in ("first_fit_decreasing", "in_order"):
         raise ValueError(f"`order` must be 'first_fit_decreasing' or 'in_order', got {order!r}")
-    lengths = [len(document.tokens) for document in documents]
-    for number, length in enumerate(lengths):
-        if length > max_tokens:
-            problem = f"must have at most {max_tokens} entries (`max_tokens`), got {length}"
-            raise DocumentError(number, "tokens", problem)
+    check_lengths(documents, max_tokens)
     pack = _first_fit_decreasing if order == "first_fit_decreasing" else _in_order
-    return pack(lengths, max_tokens)
+    if not share_prefixes:
+        return pack([len(document.tokens) for document in documents], max_tokens)
+    bundles = bundled_runs(documents, max_tokens)
+    packs = pack([sum(run.num_tokens for run in bundle) for bundle in bundles], max_tokens)
+    return [sorted(run.number for number in some for run in bundles[number]) for some in packs]
+
+
+def check_lengths(documents: Sequence[Document], max_tokens: int) -> None:
+    """Refuses a document of more than `max_tokens` tokens."""
+    for number, document in enumerate(documents):
+        if len(document.tokens) > max_tokens:
+            got = len(document.tokens)
+            problem = f"must have at most {max_tokens} entries (`max_tokens`), got {got}"
+            raise DocumentError(number, "tokens", problem)
 
 
 def _in_order(lengths: list[int], max_tokens: int) -> list[list[int]]:

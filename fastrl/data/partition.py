@@ -15,16 +15,18 @@ from typing import Any
 
 from fastrl.data.columns import PER_TOKEN
 from fastrl.data.documents import Document
-from fastrl.data.packing import pack_documents
+from fastrl.data.packing import pack_documents, pack_numbers
+from fastrl.data.prefixes import Run, bundled_runs, prefix_runs
 from fastrl.data.prompt_groups import group_numbers
 
-Work = Callable[[Document], float]
-"""The time of a document in any unit, such as its floating-point operations."""
+Work = Callable[[Document, int], float]
+"""The time of a document in any unit, such as its floating-point operations; without that of its
+first tokens, so many of which the packed sequence shares with another document."""
 
 
-def num_tokens(document: Document) -> float:
+def num_tokens(document: Document, num_shared: int) -> float:
     """The work of a document in tokens."""
-    return float(len(document.tokens))
+    return float(len(document.tokens) - num_shared)
 
 
 def micro_batches_of_rank(
@@ -33,6 +35,8 @@ def micro_batches_of_rank(
     size: int,
     max_tokens: int,
     work: Work = num_tokens,
+    *,
+    share_prefixes: bool = False,
 ) -> list[list[Document]]:
     """The documents of each micro-batch of a data rank: as many on every rank, of equal work.
 
@@ -46,6 +50,7 @@ def micro_batches_of_rank(
         size: of the data axis.
         max_tokens: of a micro-batch.
         work: of a document.
+        share_prefixes: as in `pack_documents`.
     """
     if any(document.reward is not None for document in documents):
         documents = [
@@ -53,14 +58,19 @@ def micro_batches_of_rank(
             for document in documents
         ]
     if size == 1:
-        return pack_documents(documents, max_tokens)
-    ranks = balance_micro_batches(balance_groups(documents, size, work), max_tokens, work)
+        return pack_documents(documents, max_tokens, share_prefixes=share_prefixes)
+    parts = balance_groups(documents, size, work, share_prefixes=share_prefixes)
+    ranks = balance_micro_batches(parts, max_tokens, work, share_prefixes=share_prefixes)
     most = max(map(len, ranks))
     return ranks[rank] + [[_filler(documents[0])]] * (most - len(ranks[rank]))
 
 
 def balance_groups(
-    documents: Sequence[Document], parts: int, work: Work = num_tokens
+    documents: Sequence[Document],
+    parts: int,
+    work: Work = num_tokens,
+    *,
+    share_prefixes: bool = False,
 ) -> list[list[Document]]:
     """Whole prompt groups in parts of about as much work each; documents keep their order.
 
@@ -69,24 +79,26 @@ def balance_groups(
     """
     if parts == 1:
         return [list(documents)]
-    numbers = group_numbers([document.group_id for document in documents])
-    of_group: dict[int, float] = {}
-    for number, document in zip(numbers, documents, strict=True):
-        of_group[number] = of_group.get(number, 0.0) + work(document)
-    part_of: dict[int, int] = {}
     totals = [0.0] * parts
-    for number, amount in sorted(of_group.items(), key=lambda item: -item[1]):
+    part_of: dict[int, int] = {}
+    groups = prefix_runs(documents) if share_prefixes else _whole_groups(documents)
+    works = [_work_of(group, documents, work) for group in groups]
+    for number in sorted(range(len(groups)), key=lambda number: -works[number]):
         part = totals.index(min(totals))
-        part_of[number] = part
-        totals[part] += amount
+        part_of.update((run.number, part) for run in groups[number])
+        totals[part] += works[number]
     dealt: list[list[Document]] = [[] for _ in range(parts)]
-    for number, document in zip(numbers, documents, strict=True):
+    for number, document in enumerate(documents):
         dealt[part_of[number]].append(document)
     return dealt
 
 
 def balance_micro_batches(
-    parts: Sequence[Sequence[Document]], max_tokens: int, work: Work = num_tokens
+    parts: Sequence[Sequence[Document]],
+    max_tokens: int,
+    work: Work = num_tokens,
+    *,
+    share_prefixes: bool = False,
 ) -> list[list[list[Document]]]:
     """The micro-batches of every rank, none empty, those with the most work first.
 
@@ -98,10 +110,19 @@ def balance_micro_batches(
         parts: the documents of each rank.
         max_tokens: of a micro-batch.
         work: of a document.
+        share_prefixes: as in `pack_documents`.
     """
-    count = max(len(pack_documents(part, max_tokens)) for part in parts)
+    count = max(
+        len(pack_numbers(part, max_tokens, share_prefixes=share_prefixes)) for part in parts
+    )
+    bundles = [
+        bundled_runs(part, max_tokens) if share_prefixes else _single(part) for part in parts
+    ]
     while True:
-        ranks = [_packs_of_equal_work(part, count, max_tokens, work) for part in parts]
+        ranks = [
+            _packs_of_equal_work(part, each, count, max_tokens, work)
+            for part, each in zip(parts, bundles, strict=True)
+        ]
         found = [packs for packs in ranks if packs is not None]
         if len(found) == len(ranks):
             return found
@@ -109,27 +130,49 @@ def balance_micro_batches(
 
 
 def _packs_of_equal_work(
-    documents: Sequence[Document], count: int, max_tokens: int, work: Work
+    documents: Sequence[Document],
+    bundles: Sequence[Sequence[Run]],
+    count: int,
+    max_tokens: int,
+    work: Work,
 ) -> list[list[Document]] | None:
     """At most `count` packs of about as much work each; None where they have no room for that.
 
-    The document with the most work goes first, each to the pack with the least so far that has
-    room. Documents keep their order inside a pack.
+    The bundle with the most work goes first, each to the pack with the least so far that has room.
+    Documents keep their order inside a pack.
     """
-    works = [work(document) for document in documents]
+    works = [_work_of(bundle, documents, work) for bundle in bundles]
     totals, tokens = [0.0] * count, [0] * count
     packs: list[list[int]] = [[] for _ in range(count)]
-    for number in sorted(range(len(documents)), key=lambda number: -works[number]):
-        length = len(documents[number].tokens)
+    for number in sorted(range(len(bundles)), key=lambda number: -works[number]):
+        length = sum(run.num_tokens for run in bundles[number])
         fitting = [pack for pack in range(count) if tokens[pack] + length <= max_tokens]
         if not fitting:
             return None
         pack = min(fitting, key=totals.__getitem__)
-        packs[pack].append(number)
+        packs[pack] += [run.number for run in bundles[number]]
         totals[pack] += works[number]
         tokens[pack] += length
     order = sorted((pack for pack in range(count) if packs[pack]), key=lambda pack: -totals[pack])
     return [[documents[number] for number in sorted(packs[pack])] for pack in order]
+
+
+def _work_of(runs: Sequence[Run], documents: Sequence[Document], work: Work) -> float:
+    return sum(work(documents[run.number], run.num_shared) for run in runs)
+
+
+def _single(documents: Sequence[Document]) -> list[list[Run]]:
+    """Each document by itself."""
+    return [[Run(number, 0, len(each.tokens))] for number, each in enumerate(documents)]
+
+
+def _whole_groups(documents: Sequence[Document]) -> list[list[Run]]:
+    """The documents of each group, which share nothing."""
+    groups: dict[int, list[Run]] = {}
+    numbers = group_numbers([document.group_id for document in documents])
+    for number, (run,) in zip(numbers, _single(documents), strict=True):
+        groups.setdefault(number, []).append(run)
+    return list(groups.values())
 
 
 def _filler(document: Document) -> Document:

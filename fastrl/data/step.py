@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from fastrl.data.columns import BATCH_COLUMNS
 from fastrl.data.documents import Document, DocumentError
 from fastrl.data.equal_batches import equal_batches
 from fastrl.data.packing import pack_numbers
+from fastrl.data.prefixes import check_not_split
 from fastrl.data.slices import Layout
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.metrics import add_metrics, reduce_metrics, wide
-from fastrl.parallel import ParallelGroups
+from fastrl.parallel import ParallelGroups, group_size
 
 
 class StepOutput(Protocol):
@@ -101,6 +102,7 @@ class OptimizerStep:
         columns: Collection[str] | None = None,
         device: torch.device | str | None = None,
         layout: Layout = "contiguous",
+        share_prefixes: bool = False,
     ) -> OptimizerStep:
         """The step of this data rank's documents, packed into as few micro-batches as fit.
 
@@ -117,20 +119,26 @@ class OptimizerStep:
                 rank has.
             device: see the class.
             layout: see the class.
+            share_prefixes: as in `TokenBatch.from_documents`; the documents of a group stay in one
+                micro-batch where they fit.
 
         Raises:
             DocumentError: (a ValueError) naming the document and the field.
-            ValueError: a column that labelled documents of some data ranks have and of others lack.
+            ValueError: a column that labelled documents of some data ranks have and of others lack,
+                or `share_prefixes` with sequence-data ranks.
         """
         documents = _checked("documents", documents, Document)
-        packs = pack_numbers(documents, max_tokens)
+        if share_prefixes and groups is not None:
+            check_not_split(group_size(groups.sdp), 1)
+        packs = pack_numbers(documents, max_tokens, share_prefixes=share_prefixes)
         if columns is None:
             columns = [
                 name
                 for name, field in BATCH_COLUMNS.items()
                 if any(getattr(document, field) is not None for document in documents)
             ]
-        batches = [_packed(documents, numbers, pad_to_multiple, columns) for numbers in packs]
+        options = {"pad_to_multiple": pad_to_multiple, "share_prefixes": share_prefixes}
+        batches = [_packed(documents, numbers, columns, options) for numbers in packs]
         batches = equal_batches(batches, groups, pad_to_multiple=pad_to_multiple)
         step = cls(batches, groups, device=device, layout=layout)
         step._numbers = packs + [[]] * (len(batches) - len(packs))
@@ -243,13 +251,13 @@ def _metrics(output: StepOutput) -> dict[str, Tensor]:
 def _packed(
     documents: Sequence[Document],
     numbers: Sequence[int],
-    pad_to_multiple: int,
     columns: Collection[str],
+    options: Mapping[str, Any],
 ) -> TokenBatch:
     """The batch of some of the documents; an error names their number among all."""
     pack = [documents[number] for number in numbers]
     try:
-        return TokenBatch.from_documents(pack, pad_to_multiple=pad_to_multiple, columns=columns)
+        return TokenBatch.from_documents(pack, columns=columns, **options)
     except DocumentError as error:
         raise DocumentError(numbers[error.number], error.field, error.problem) from None
 

@@ -118,6 +118,10 @@ class BatchKwargs:
         max_document_length: tokens of the longest document of the whole packed sequence, a host
             number as attention over documents takes it; padding, which is none, may be longer. 0
             without documents, None in batches made by hand.
+        visible_until: [T] int64, where documents share the slots of a common prefix: slot q sees
+            slot k if k <= q < visible_until[k]. A shared slot has no label; its `document_index`
+            is that of one of its documents. None where no slot is shared: a slot then sees those of
+            its document up to itself.
         cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
             that sums over documents are not possible. The same on all ranks.
 
@@ -155,6 +159,7 @@ class BatchKwargs:
     whole_documents: bool = True
     cut_by_pieces: bool = False
     max_document_length: int | None = None
+    visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
 
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""
@@ -206,6 +211,7 @@ class BatchKwargs:
     ) -> BatchKwargs:
         """The batch of the rows `index`: [T] vectors gathered, counts kept, row sets dropped.
 
+        It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too, and
         `whole_documents` still describes the shard, not the selection.
         """
         vectors = {name: getattr(self, name) for name in _DTYPES}
@@ -216,9 +222,8 @@ class BatchKwargs:
         }
         if self.kept_tokens is not None:
             gathered["kept_tokens"] = self.kept_tokens[index]
-        return replace(
-            self, labelled_rows=None, active_rows=None, active_document_rows=None, **gathered
-        )
+        dropped = ("labelled_rows", "active_rows", "active_document_rows", "visible_until")
+        return replace(self, **gathered | dict.fromkeys(dropped))
 
     @property
     def row_sets(self) -> dict[str, RowSet]:

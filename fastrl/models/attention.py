@@ -163,8 +163,7 @@ def _document_groups(
             "comes in several pieces. Pack whole documents one after the other."
         )
     starts = lengths.cumsum(0) - lengths
-    # One group for single tokens (and padding), one up to 16, then one per power of two.
-    group = torch.where(lengths == 1, 0, (lengths - 1).clamp(min=8).log2().floor().long())
+    group = similar_lengths(lengths)
     slots = torch.empty_like(index)
     rows = []
     num_slots = 0
@@ -178,6 +177,13 @@ def _document_groups(
         num_slots += members.numel()
         rows.append(members.to(device))
     return DocumentGroups(tuple(rows), slots.to(device))
+
+
+def similar_lengths(
+    lengths: Tensor,  # [N]
+) -> Tensor:  # [N]
+    """A group's number: one for single tokens, one up to 16, then one per power of two."""
+    return torch.where(lengths == 1, 0, (lengths - 1).clamp(min=8).log2().floor().long())
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from fastrl.config.model import LlamaConfig
 class TrainingFlops:
     """Floating-point operations of forward and backward; a multiplication and an addition are two.
 
-        body n + attention n^2 + head l    of a document of n tokens with l labels
+        body (n - s) + attention (n^2 - s^2) + head l    of a document of n tokens with l labels
+
+    whose first s tokens stand in the packed sequence for another document.
 
     Attributes:
         body: of a token: 6 a weight of a matrix of the decoder layers.
@@ -38,6 +40,7 @@ class TrainingFlops:
             head=6.0 * size * config.vocab_size,
         )
 
-    def document(self, num_tokens: int, num_labels: int) -> float:
-        """Operations of one document."""
-        return self.body * num_tokens + self.attention * num_tokens**2 + self.head * num_labels
+    def document(self, num_tokens: int, num_labels: int, num_shared: int = 0) -> float:
+        """Operations of one document, without those of the tokens that it shares."""
+        body = self.body * (num_tokens - num_shared)
+        return body + self.attention * (num_tokens**2 - num_shared**2) + self.head * num_labels

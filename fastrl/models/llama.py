@@ -326,16 +326,19 @@ class Llama(nn.Module):
         document_index: Tensor,  # [T]
         pieces: Pieces | None = None,
         lengths: DocumentLengths | None = None,
+        visible_until: Tensor | None = None,  # [T]
     ) -> Tensor:  # [T, D]
         """The final hidden states of packed documents, which do not attend to each other.
 
         Args:
             tokens: int64 ids, of this rank under `groups.sdp`.
             positions: int64, of each token in its document.
-            document_index: int64, -1 is padding. A document's rows are adjacent and in order.
+            document_index: int64, -1 is padding. A document's rows are adjacent and in order, but
+                for those that it shares.
             pieces: the pieces of the packed sequence that ran before; this one is added to them
                 (`fastrl.models.micro_sequences`).
             lengths: of the documents, known on the host.
+            visible_until: int64, of `BatchKwargs`, where documents share the slots of a prefix.
         """
         attention = packed_attention(
             document_index,
@@ -346,6 +349,7 @@ class Llama(nn.Module):
             head_dim=self.config.head_dim,
             dtype=self.model.norm.weight.dtype,
             lengths=lengths,
+            visible_until=visible_until,
         )
         hidden_states: Tensor = self.model(tokens, positions, attention)
         if pieces is not None and hidden_states._is_view():
@@ -360,7 +364,12 @@ class Llama(nn.Module):
         if batch.max_document_length is not None:
             lengths = DocumentLengths(batch.num_documents, batch.max_document_length)
         hidden_states = Llama.hidden_states(
-            self, batch.tokens, batch.positions, batch.document_index, lengths=lengths
+            self,
+            batch.tokens,
+            batch.positions,
+            batch.document_index,
+            lengths=lengths,
+            visible_until=batch.visible_until,
         )
         output: HeadOutput = self.lm_head(hidden_states, batch, return_logprobs=return_logprobs)
         return output

@@ -74,7 +74,8 @@ def _stay_gathered(llama: Llama, stay: bool) -> None:
 
 
 def _hidden_states(llama: Llama, piece: BatchKwargs, run: Pieces) -> Tensor:
-    return llama.hidden_states(piece.tokens, piece.positions, piece.document_index, run)
+    vectors = (piece.tokens, piece.positions, piece.document_index)
+    return llama.hidden_states(*vectors, run, visible_until=piece.visible_until)
 
 
 def _as_gathered(llama: Llama, pieces: Sequence[BatchKwargs], joined: BatchKwargs) -> BatchKwargs:

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 from fastrl.config.model import AttentionImplementation
+from fastrl.data.prefixes import check_not_split
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
     Attend,
@@ -30,7 +31,8 @@ from fastrl.models.attention import (
     packed_block_mask,
     uses_flex,
 )
-from fastrl.parallel import all_gather, gather_first_dim, group_rank
+from fastrl.models.prefix_attention import prefix_attention
+from fastrl.parallel import all_gather, gather_first_dim, group_rank, group_size
 
 
 def packed_attention(
@@ -43,6 +45,7 @@ def packed_attention(
     head_dim: int,
     dtype: torch.dtype,
     lengths: DocumentLengths | None = None,
+    visible_until: Tensor | None = None,  # [T]
 ) -> LayerAttention:
     """Causal attention inside documents of a packed sequence, split or whole.
 
@@ -55,10 +58,16 @@ def packed_attention(
         head_dim: size of one head.
         dtype: of query, key and value.
         lengths: of the documents, known on the host.
+        visible_until: of `BatchKwargs`, where documents share slots.
 
     Raises:
-        ValueError: the implementation does not run here.
+        ValueError: the implementation does not run here, or documents that share slots are split.
     """
+    if visible_until is not None:
+        check_not_split(group_size(group), 1 if pieces is None else 2)
+        return prefix_attention(
+            visible_until, implementation=implementation, head_dim=head_dim, dtype=dtype
+        )
     if group is None and pieces is None:
         return document_attention(
             document_index,

@@ -40,7 +40,8 @@ class StepResult:
 
     Attributes:
         metrics: finite numbers by name, the mean over the step's updates.
-        num_tokens: tokens that went through forward and backward passes, on all processes.
+        num_tokens: tokens of the documents that went through forward and backward passes, on all
+            processes; tokens that documents share count for each.
         samples: some of the step's completions.
     """
 
@@ -163,12 +164,17 @@ class Phase:
     ) -> tuple[OptimizerStep, list[MicroBatch]]:
         """The packed documents of one update, with the log-probabilities that its losses need."""
         groups, parallel = self._context.llama.groups, self._context.processes.config
-        max_tokens = self.config.max_tokens_per_micro_batch
+        shares = isinstance(self.config, RLPhaseConfig) and self.config.share_prefixes
         packs = micro_batches_of_rank(
-            documents, group_rank(groups.dp), group_size(groups.dp), max_tokens, self._work
+            documents,
+            group_rank(groups.dp),
+            group_size(groups.dp),
+            self.config.max_tokens_per_micro_batch,
+            self._work,
+            share_prefixes=shares,
         )
         step = OptimizerStep(
-            [TokenBatch.from_documents(pack) for pack in packs],
+            [TokenBatch.from_documents(pack, share_prefixes=shares) for pack in packs],
             groups,
             device=self._context.device,
             layout=parallel.sequence_layout,
@@ -224,10 +230,10 @@ class Phase:
             "single_pass": strategies.count("single_pass") / len(strategies),
         }
 
-    def _work(self, document: Document) -> float:
+    def _work(self, document: Document, num_shared: int) -> float:
         """Floating-point operations of a document."""
         flops = TrainingFlops.of(self._context.llama.config)
-        return flops.document(len(document.tokens), document.num_labels)
+        return flops.document(len(document.tokens), document.num_labels, num_shared)
 
     def _gives_old(self, epochs: int) -> bool:
         """Whether the first update's own log-probabilities can stand for those of a pass before it.
