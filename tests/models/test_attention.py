@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from fastrl.models.attention import (
-    FLEX_BLOCK_SIZE,
     FlexDocumentAttention,
     PerDocumentAttention,
     document_attention,
     document_block_mask,
 )
+from tests.helpers.block_masks import assert_block_mask
 from tests.helpers.model_cases import COMPILES
 
 
@@ -39,52 +38,10 @@ CASES = {
 }
 
 
-def expand(blocks: Tensor, num_tokens: int) -> Tensor:
-    """[T, T] from [blocks, blocks]."""
-    pairs = blocks.repeat_interleave(FLEX_BLOCK_SIZE, 0).repeat_interleave(FLEX_BLOCK_SIZE, 1)
-    return pairs[:num_tokens, :num_tokens]
-
-
-def block_sets(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Partial and full blocks, each [blocks, blocks] bool."""
-    sets = []
-    for count, order in (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-    ):
-        assert count is not None
-        assert order is not None
-        chosen = torch.zeros(order.shape[2:], dtype=torch.bool)
-        for query, number in enumerate(count[0, 0].tolist()):
-            chosen[query, order[0, 0, query, :number].long()] = True
-        sets.append(chosen)
-    return sets[0], sets[1]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_block_mask_is_the_definition(name: str) -> None:
     index = document_index(*CASES[name])
-    expected = visible_pairs(index)
-    mask = document_block_mask(index)
-    partial, full = block_sets(mask)
-    row = torch.arange(len(index))
-    zero = torch.zeros((), dtype=torch.int64)
-    evaluated = mask.mask_mod(zero, zero, row[:, None], row[None, :])
-    assert torch.equal(evaluated, expected)
-    assert not (partial & full).any()
-    assert expected[expand(full, len(index))].all()
-    assert not expected[~expand(partial | full, len(index))].any()
-    # Blocks that need no evaluation are not evaluated: at most the diagonal and document edges.
-    assert not expand(partial, len(index))[expand(_all_visible(expected), len(index))].any()
-
-
-def _all_visible(expected: Tensor) -> Tensor:
-    """Blocks off the diagonal and inside the sequence whose pairs are all visible."""
-    blocks = -(-len(expected) // FLEX_BLOCK_SIZE)
-    padded = torch.zeros(2 * [blocks * FLEX_BLOCK_SIZE], dtype=torch.bool)
-    padded[: len(expected), : len(expected)] = expected
-    shape = (blocks, FLEX_BLOCK_SIZE, blocks, FLEX_BLOCK_SIZE)
-    return padded.view(shape).all(dim=3).all(dim=1)
+    assert_block_mask(document_block_mask(index), visible_pairs(index))
 
 
 @pytest.mark.parametrize("name", CASES)
