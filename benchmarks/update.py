@@ -146,7 +146,7 @@ def _timed(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """The row of a run on documents."""
-    times = time_interleaved({name: run}, repeats=options.repeats, warmup=3)[name]
+    times = time_interleaved({name: run}, repeats=options.repeats, warmup=2)[name]
     row: dict[str, Any] = {"kind": kind, "variant": name, "model": options.model, **summary(times)}
     seconds = row["time_ms"] / 1e3
     tokens = sum(len(document.tokens) for document in documents)

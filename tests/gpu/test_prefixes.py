@@ -33,7 +33,8 @@ def test_flex_attention_is_the_definition(seed: int, dtype: torch.dtype) -> None
     attention = prefix_attention(until.cuda(), implementation="auto", head_dim=16, dtype=dtype)
     assert isinstance(attention, FlexDocumentAttention)
     got = attention(*heads)
-    expected = _definition(*(tensor.double() for tensor in heads), until)
+    query, key, value = (tensor.double() for tensor in heads)
+    expected = _definition(query, key, value, until)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
     upstream = torch.randn_like(got)

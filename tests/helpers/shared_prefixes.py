@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,19 +178,22 @@ def _whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _of(name: str) -> Callable[[str], str]:
+    """A message with what it is of."""
+    return lambda message: f"{name}: {message}"
+
+
 def assert_same_step(actual: Result, expected: Result, tolerance: float = 1e-10) -> None:
     """Holds loss, metrics and gradients to those of another step."""
     assert actual.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         torch.testing.assert_close(
-            actual.metrics[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
+            actual.metrics[name], value, rtol=tolerance, atol=tolerance, msg=_of(name)
         )
     assert actual.grads.keys() == expected.grads.keys()
     for name, grad in expected.grads.items():
         assert grad.norm() > 1e-6, name
-        torch.testing.assert_close(
-            actual.grads[name], grad, rtol=0, atol=tolerance, msg=lambda m, n=name: n + m
-        )
+        torch.testing.assert_close(actual.grads[name], grad, rtol=0, atol=tolerance, msg=_of(name))
 
 
 def tree_of_paths(visible_until: Tensor) -> Tensor:
