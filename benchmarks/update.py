@@ -14,7 +14,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--answer", type=int, default=1024)
     parser.add_argument("--variants", help="names, with `;` between them; all without")
+    parser.add_argument("--parts", default="variants,peer,prefixes")
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
@@ -64,16 +65,28 @@ def main() -> None:
     known = variants(device.type == "cuda")
     names = options.variants.split(";") if options.variants else list(known)
     rows: list[dict[str, Any]] = []
-    for name in names:
-        rows += run_variant(name, known[name], options, device)
+    for part in runs(names, known, options, device):
+        rows += part
         gc.collect()
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    rows += run_peer(options, device)
-    fastest = known[names[-1]] if options.variants else known["compiled"]
-    rows += run_prefixes(fastest, options, device)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def runs(
+    names: Sequence[str],
+    known: dict[str, Variant],
+    options: argparse.Namespace,
+    device: torch.device,
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of what was asked for."""
+    parts = options.parts.split(",")
+    if "variants" in parts:
+        for name in names:
+            yield run_variant(name, known[name], options, device)
+    if "peer" in parts:
+        yield run_peer(options, device)
+    if "prefixes" in parts:
+        yield run_prefixes(known["compiled"], options, device)
 
 
 def run_variant(

@@ -31,7 +31,7 @@ def test_varlen_is_the_definition(padding: int, known: bool, heads: tuple[int, i
     for implementation in ("varlen", "per_document"):
         attend = document_attention(
             index,
-            implementation=implementation,  # type: ignore[arg-type]
+            implementation=implementation,
             head_dim=64,
             dtype=torch.bfloat16,
             lengths=lengths,
