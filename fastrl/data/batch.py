@@ -278,8 +278,8 @@ class TokenBatch:
         if device is None or torch.device(device).type == "cpu":
             return pieces
         if torch.device(device).type == "cuda":
-            pieces = tuple(piece.pin_memory() for piece in pieces)
-        return tuple(piece.to(device, non_blocking=True) for piece in pieces)
+            return tuple(piece.sent_to(device) for piece in pieces)
+        return tuple(piece.to(device) for piece in pieces)
 
     def shard(
         self,

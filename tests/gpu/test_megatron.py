@@ -103,7 +103,7 @@ def _backward(model: Any, loss: Tensor) -> None:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm())
+    return float((found.detach().double() - expected.detach().double()).norm())
 
 
 def _measured(step: Callable[[], None]) -> tuple[float, int]:
