@@ -51,7 +51,8 @@ def prefix_attention(
         )
     if uses_flex(implementation, visible_until.device, head_dim, dtype):
         return FlexDocumentAttention(prefix_block_mask(visible_until))
-    return PerDocumentAttention(path_groups(visible_until))
+    groups: DocumentGroups = path_groups(visible_until)
+    return PerDocumentAttention(groups)
 
 
 def prefix_block_mask(
@@ -80,6 +81,8 @@ def prefix_block_mask(
     return packed_block_mask(needed, full, visible, (num_tokens, num_tokens))
 
 
+# On the host, where lengths decide shapes: nothing to compile.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def path_groups(
     visible_until: Tensor,  # [T]
 ) -> DocumentGroups:

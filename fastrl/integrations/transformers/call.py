@@ -26,6 +26,8 @@ STATE = "_fastrl_attached"
 HEAD_OPTIONS = ("compute_loss", "return_logprobs", "statistics", "teacher")
 # What the coefficient of the auxiliary loss is called, on models and in configs.
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+# Where a config without `layer_types` says that layers see a part of what is before a token.
+_BOUNDS = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ def run_head(
     The model's own forward runs, and the head in the place of its output layer.
 
     Raises:
-        ValueError: the batch cuts documents, or comes with other inputs of the model.
+        ValueError: the batch cuts documents, shares prefixes that the model cannot, or comes with
+            other inputs of the model.
         TypeError: it is no `BatchKwargs`.
     """
     layout = attached.layout
     options = _head_options(attached.head, args, kwargs)
-    _check_batch(model, batch)
+    _check_batch(model, batch, layout)
     layer = output_layer(model)
     outputs: list[HeadOutput] = []
 
@@ -112,7 +115,7 @@ def _head_options(
     return {"compute_loss": bool(head.losses) and torch.is_grad_enabled(), **given}
 
 
-def _check_batch(model: Model, batch: object) -> None:
+def _check_batch(model: Model, batch: object, layout: Layout) -> None:
     if not isinstance(batch, BatchKwargs):
         raise TypeError(
             f"`batch` must be a BatchKwargs, got {type(batch).__name__}; `TokenBatch.to_kwargs` and"
@@ -124,6 +127,27 @@ def _check_batch(model: Model, batch: object) -> None:
             f" {type(model).__name__} sees a rank's tokens alone; split by documents (`groups.dp`,"
             " micro-batches), with `sdp` None and one micro-sequence."
         )
+    problem = None if batch.visible_until is None else _prefix_problem(model, layout)
+    if problem is not None:
+        raise ValueError(
+            "`batch` must not share prefixes (`share_prefixes`), whose attention is FlexAttention's"
+            f" over whole documents, but {type(model).__name__} {problem}."
+        )
+
+
+def _prefix_problem(model: Model, layout: Layout) -> str | None:
+    """Why a model cannot attend over documents that share slots; None if it can."""
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if implementation != "flex_attention":
+        return f"runs {implementation!r}; call `model.set_attn_implementation('flex_attention')`"
+    if layout != "packed":
+        return "gets a row for each document (`packing_of`); leave `share_prefixes` out"
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    bounds = [name for name in _BOUNDS if getattr(config, name, None) is not None]
+    if set(kinds) != {"full_attention"} if kinds is not None else bounds:
+        return f"has layers that see less ({kinds or bounds}); leave `share_prefixes` out"
+    return None
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
+from fastrl.models.prefix_attention import prefix_block_mask
 
 Layout = Literal["packed", "padded"]
 Packing = Literal["auto", "packed", "padded"]
 
 
-def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Tensor]:
+def model_inputs(batch: BatchKwargs, layout: Layout) -> dict[str, Any]:
     """The keyword arguments of the model: the batch in one row, or a row for each document.
 
     A batch without documents, as ranks with fewer have, is padded to a row of one token.
 
     Args:
         batch: T tokens of N whole documents.
-        layout: `packed`: `input_ids` and `position_ids` [1, T]. `padded`: `input_ids` and
-            `attention_mask` [N, L], padded on the right, L tokens in the longest document.
+        layout: `packed`: `input_ids` and `position_ids` [1, T], and where documents share prefixes
+            FlexAttention's mask. `padded`: `input_ids` and `attention_mask` [N, L], padded on the
+            right, L tokens in the longest document.
 
     Raises:
         ValueError: the batch does not say how long its longest document is.
     """
     if layout == "packed":
-        return {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+        inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+        if batch.visible_until is None:
+            return inputs
+        return {**inputs, "attention_mask": prefix_block_mask(batch.visible_until)}
     if batch.num_documents == 0:
         one = batch.tokens.new_ones(1, 1)
         return {"input_ids": one, "attention_mask": one}
