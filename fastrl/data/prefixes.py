@@ -153,8 +153,8 @@ def _runs(
             result.append([Run(members[0], 0, lengths[members[0]])])
             continue
         prefixes = {number: prefix(number) for number in members}
-        # Bytes of big-endian ids, which are not negative, sort as the lists of ids do.
-        order = sorted(members, key=lambda number: prefixes[number].astype(">i8").tobytes())
+        # By their bytes: whatever the order of two ids, equal prefixes come next to one another.
+        order = sorted(members, key=lambda number: prefixes[number].tobytes())
         shared = [0, *(_common(prefixes[a], prefixes[b]) for a, b in pairwise(order))]
         result.append(
             [Run(number, n, lengths[number] - n) for number, n in zip(order, shared, strict=True)]

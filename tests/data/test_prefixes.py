@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from fastrl import Document, OptimizerStep, ParallelGroups, TokenBatch
 from fastrl.data.documents import DocumentError
 from fastrl.data.packing import pack_documents
-from fastrl.data.partition import balance_groups, balance_micro_batches
+from fastrl.data.partition import balance_groups, balance_micro_batches, micro_batches_of_rank
+from fastrl.data.prefixes import prefix_runs
 from fastrl.models.flops import TrainingFlops
 from tests.helpers.shared_prefixes import grouped_documents, tree_of_paths, wide_batch, with_group
 
@@ -187,6 +189,9 @@ def test_ranks_are_balanced_by_what_is_computed() -> None:
         assert ["".join(str(each.group_id) for each in part) for part in parts] == expected
     ranks = balance_micro_batches(parts, 110, share_prefixes=True)
     assert [[len(pack) for pack in packs] for packs in ranks] == [[4, 1], [1, 1]]
+    for rank, packs in enumerate(ranks):
+        mine = micro_batches_of_rank([*shared, *alone], rank, 2, 110, share_prefixes=True)
+        assert mine == packs
     with_room = balance_micro_batches([shared], 94, share_prefixes=True)
     assert [len(pack) for pack in with_room[0]] == [2, 2]
 
@@ -210,6 +215,28 @@ def test_flops_are_those_of_the_pairs_that_are_seen() -> None:
     assert counted == 2 * pairs - batch.num_tokens
     linear = TrainingFlops(body=1.0, attention=0.0, head=0.0)
     assert linear.document(10, 3, 4) == 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "group"),
+    [(256, 1024, 8), (1024, 1024, 8), (4096, 1024, 8), (4096, 256, 16)],
+)
+def test_the_table_of_the_docs(prompt: int, completion: int, group: int) -> None:
+    head = torch.arange(prompt)
+    documents = [
+        Document(torch.cat([head, torch.full((completion,), n)]), prompt_length=prompt, group_id=0)
+        for n in range(group)
+    ]
+    (runs,) = prefix_runs(documents)
+    cells = [str(prompt), str(completion), str(group)]
+    pairs = TrainingFlops(body=0.0, attention=0.5e-6, head=0.0)
+    for flops, form in (TrainingFlops(1.0, 0.0, 0.0), "{:,.0f}"), (pairs, "{:.1f} M"):
+        flat = sum(flops.document(len(each.tokens), 0) for each in documents)
+        lengths = [(len(documents[run.number].tokens), run.num_shared) for run in runs]
+        shared = sum(flops.document(length, 0, num_shared) for length, num_shared in lengths)
+        cells += [form.format(flat), form.format(shared), f"{flat / shared:.2f}"]
+    page = Path(__file__).parent.parent.parent / "docs" / "data.md"
+    assert f"| {' | '.join(cells)} |" in page.read_text(encoding="utf-8").splitlines()
 
 
 def test_what_cannot_be_split_is_refused() -> None:
