@@ -6,9 +6,9 @@ A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a 
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
 `benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
-of `benchmarks.frameworks`, `trl` of `benchmarks.trl`. `memory` and `slabs` are sections with a
-heading, empty as long as there is no such file. With `--check` nothing is written, and a table that
-does not say what the files say is an error.
+of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`. `memory` and
+`slabs` are sections with a heading, empty as long as there is no such file. With `--check` nothing
+is written, and a table that does not say what the files say is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGES = [
         "docs/sharding.md",
     )
 ]
-KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl"
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update"
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -63,6 +63,7 @@ def with_tables(text: str) -> str:
         "slabs": slabs_section,
         "frameworks": frameworks_tables,
         "trl": trl_table,
+        "update": update_table,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -145,6 +146,31 @@ def trl_table(name: str) -> str:
         " backward."
     )
     return f"{what} {provenance(first, name)}\n\n{markdown(lines)}"
+
+
+def update_table(name: str) -> str:
+    """Forward and backward, whole updates, and long prompts, in each variant."""
+    rows = read(name)
+    lines = [["what", "variant", "tokens", "ms", "tokens/s", "6 N T", "with attention", "GiB"]]
+    lines[0].append("ms of kernels: products, attention, head, rest")
+    for row in rows:
+        kernels = row.get("kernels_ms") or {}
+        rest = kernels.get("rest", 0) + kernels.get("optimizer", 0)
+        parts = [kernels.get(kind, 0) for kind in ("products", "attention", "head")] + [rest]
+        lines.append(
+            [
+                row["kind"],
+                row["variant"],
+                f"{row['tokens']:,}",
+                f"{row['time_ms']:.0f}",
+                f"{row['tokens_per_second']:,}",
+                f"{row['share']:.3f}",
+                f"{row['share_with_attention']:.3f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+                ", ".join(f"{part:.0f}" for part in parts) if kernels else "",
+            ]
+        )
+    return f"{rows[0]['model']}. {provenance(rows[0], name)}\n\n{markdown(lines)}"
 
 
 def speedup_table(name: str) -> str:
