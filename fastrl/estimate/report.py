@@ -8,6 +8,7 @@ from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import RunConfig
+from fastrl.estimate.arithmetic import arithmetic_line
 from fastrl.estimate.collectives import Collective, collectives
 from fastrl.estimate.head import Memory, head_ops, total
 from fastrl.estimate.memory import Step, peak
@@ -42,7 +43,7 @@ def estimate_run(config: RunConfig, tokens: int | None = None) -> str:
         lines += ["", f"phase {config.phase_name(index)}: {step.shapes.tokens:,} tokens a"]
         lines[-1] += " packed sequence"
         try:
-            lines += [*_memory_lines(step), *_collective_lines(step)]
+            lines += [*_memory_lines(step), arithmetic_line(step), *_collective_lines(step)]
         except ValueError as error:
             raise UserError(f"`phases.{index}`: {error}") from error
     return "\n".join(lines)
