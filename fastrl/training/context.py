@@ -122,6 +122,7 @@ def _build_llama(
     _check_vocabulary(llama_config, tokenizer, "`model`")
     llama = Llama(llama_config, device=processes.device, dtype=dtype)
     if processes.mesh is None:
+        processes.parallelize(llama)
         return llama
     # Initialised whole, so that the weights are those of a run on one process.
     llama_shards = empty_llama(llama_config, processes, dtype)

@@ -74,7 +74,7 @@ class Processes:
         return copy.requires_grad_(False).eval()
 
     def parallelize(self, llama: Llama) -> ParallelGroups:
-        """Shards a model, preferably on the meta device, over the processes."""
+        """Compiles and shards a model, preferably on the meta device, as the run says."""
         if self.compile_layers:
             compile_layers(llama.model.layers)
         if self.mesh is None:
