@@ -68,7 +68,11 @@ def _passes(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def _recomputed(model: LlamaConfig, backward: int, *, of_mlp: bool) -> int:
-    """Recomputed passes of a layer's attention, or of its MLP."""
+    """Recomputed passes of a layer's attention, or of its MLP.
+
+    That of the MLP ends with the last tensor that the backward needs: its inputs are gathered once
+    more, its outputs are not summed.
+    """
     modes = ("attention", "full") if of_mlp else ("full",)
     return backward if model.activation_checkpointing in modes else 0
 
@@ -77,7 +81,8 @@ def _tensor_collectives(
     model: LlamaConfig, parallel: ParallelConfig, shapes: Shapes
 ) -> Iterator[Collective]:
     pieces, backward = _passes(parallel)
-    forward = 2 * pieces + sum(_recomputed(model, backward, of_mlp=mlp) for mlp in (False, True))
+    outputs = 2 * pieces + _recomputed(model, backward, of_mlp=False)
+    inputs = outputs + _recomputed(model, backward, of_mlp=True)
     layers, size = model.num_hidden_layers, parallel.tensor
     states = shapes.piece * model.hidden_size * shapes.compute
     embedding_is_split = model.head.vocabulary_parallel or not model.tie_word_embeddings
@@ -87,15 +92,15 @@ def _tensor_collectives(
 
     if parallel.sequence_parallel:
         # Into attention and MLP gathered, out of them summed to slices; backward the other way.
-        yield call("all_gather", "hidden states", states, layers * forward)
-        yield call("reduce_scatter", "hidden states", states, layers * forward)
+        yield call("all_gather", "hidden states", states, layers * inputs)
+        yield call("reduce_scatter", "hidden states", states, layers * outputs)
         yield call("reduce_scatter", "gradients of hidden states", states, 2 * layers * backward)
         yield call("all_gather", "gradients of hidden states", states, 2 * layers * backward)
         if embedding_is_split:
             yield call("reduce_scatter", "embeddings", states, pieces)
         yield call("all_gather", "gradients of embeddings", states, backward)
     else:
-        yield call("all_reduce", "hidden states", states, layers * forward)
+        yield call("all_reduce", "hidden states", states, layers * outputs)
         yield call("all_reduce", "gradients of hidden states", states, 2 * layers * backward)
         if embedding_is_split:
             yield call("all_reduce", "embeddings", states, pieces)

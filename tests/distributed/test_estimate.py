@@ -32,6 +32,8 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head": {"losses": {"policy": {"type": "grpo"}}, "strategy": "recompute", "metrics": False},
 }
+RECOMPUTED = {"mlp": "attention", "all": "full"}
+"""Activation checkpointing by the first part of a case's name."""
 CASES = {
     "sdp2": {"sequence_data": 2},
     "sdp2_ms2": {"sequence_data": 2, "micro_sequences": 2},
@@ -42,6 +44,13 @@ CASES = {
     "fsdp2_ms4": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 4},
     "tied_fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
     "fsdp2_stp2": {"data": 2, "tensor": 2, "sequence_parallel": True, "fully_sharded": True},
+    "mlp_stp2": {"tensor": 2, "sequence_parallel": True},
+    "mlp_sdp2_ms2": {"sequence_data": 2, "micro_sequences": 2},
+    "all_sdp2_ms2": {"sequence_data": 2, "micro_sequences": 2},
+    "mlp_stp2_ms2": {"tensor": 2, "sequence_parallel": True, "micro_sequences": 2},
+    "mlp_fsdp2_tp2": {"data": 2, "tensor": 2, "fully_sharded": True},
+    "all_stp2": {"tensor": 2, "sequence_parallel": True},
+    "all_tp2": {"tensor": 2},
     "single_pass_tp2": {"tensor": 2},
     "single_pass_stp2": {"tensor": 2, "sequence_parallel": True},
 }
@@ -88,6 +97,9 @@ def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) ->
     is_single_pass = name.startswith("single_pass")
     head = MODEL["head"] | {"strategy": "single_pass" if is_single_pass else "recompute"}
     changes = {"tie_word_embeddings": name.startswith("tied"), "head": head}
+    first = name.partition("_")[0]
+    if first in RECOMPUTED:
+        changes["activation_checkpointing"] = RECOMPUTED[first]
     model = LlamaConfig.model_validate(MODEL | changes)
     layout = Ranks(config.data, config.sequence_data, config.tensor)
     num_parameters, sent = ranks(record, layout.world_size, config, model)[0]
