@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.checks import checked_tokens, kept_lists, label_values
+from fastrl.data.checks import checked_tokens, float_dtype, kept_lists, label_values
 from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS
 from fastrl.data.documents import IGNORE_LABEL, Array, Document, DocumentError
 
@@ -135,5 +135,8 @@ def _rewards(documents: Sequence[Document], dtype: torch.dtype) -> Tensor | None
     rewards = [document.reward for document in documents]
     if all(reward is None for reward in rewards):
         return None
-    numbers = [nan if reward is None else float(reward) for reward in rewards]
+    numbers = [
+        nan if document.reward is None else float(float_dtype(document)(document.reward))
+        for document in documents
+    ]
     return torch.tensor(numbers, dtype=dtype)

@@ -127,3 +127,14 @@ def test_an_fp32_head_takes_a_float64_batch(strategy: str) -> None:
         results.append((loss.item(), hidden.grad))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1])
+
+
+def test_a_reward_beside_a_float64_document_is_that_of_any_batch() -> None:
+    wide = replace(DOCUMENT, logprobs=np.full(2, -THIRD), reward=THIRD)
+    narrow = replace(DOCUMENT, logprobs=[-THIRD] * 2, reward=THIRD)
+    alone = TokenBatch.from_documents([narrow]).rewards
+    rewards = TokenBatch.from_documents([wide, narrow]).rewards
+    assert alone is not None
+    assert rewards is not None
+    assert rewards.tolist() == [THIRD, alone.item()]
+    assert alone.item() != THIRD
