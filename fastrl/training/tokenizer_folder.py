@@ -68,7 +68,7 @@ def end_tokens_of(folder: Path, ids: Mapping[str, int]) -> tuple[int, ...]:
         text = token.get("content") if isinstance(token, dict) else token
         if text is None:
             continue
-        if text not in ids:
+        if not isinstance(text, str) or text not in ids:
             raise UserError(
                 f"{folder / name}: `eos_token` must be a token of {TOKENIZER_FILE}, got {text!r}"
             )
@@ -96,14 +96,17 @@ def end_tokens_of(folder: Path, ids: Mapping[str, int]) -> tuple[int, ...]:
 
 def _read(file: Path) -> dict[str, Any]:
     """The values of a JSON file; none where there is no such file."""
-    if not file.is_file():
-        return {}
+    return _parsed(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def _parsed(content: bytes, source: str) -> dict[str, Any]:
+    """The values of a JSON file, called `source` in messages."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(content.decode("utf-8"))
     except ValueError as error:
-        raise UserError(f"{file}: must be JSON in UTF-8: {error}") from error
+        raise UserError(f"{source}: must be JSON in UTF-8: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: must be a JSON object")
+        raise UserError(f"{source}: must be a JSON object, got a {type(values).__name__}")
     return values
 
 
@@ -113,7 +116,7 @@ def with_end_tokens(
     """The files of a folder whose tokens that end a text are these, the one to write first."""
 
     def changed(name: str, **values: object) -> bytes:
-        return _json(json.loads(files.get(name, b"{}")) | values)
+        return _json(_parsed(files.get(name, b"{}"), name) | values)
 
     result = dict(files)
     kind = {} if TOKENIZER_CONFIG_FILE in files else {"tokenizer_class": "PreTrainedTokenizerFast"}

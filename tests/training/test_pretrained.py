@@ -183,6 +183,25 @@ def test_b1_a_folder_without_one_is_refused_by_name_and_remedy(folder: Path) -> 
         _tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "must be JSON in UTF-8"), ("[1]", "must be a JSON object, got a list")],
+)
+@pytest.mark.parametrize("options", [{}, {"end_tokens": ("<turn>",)}])
+def test_b1_a_malformed_file_is_one_error(
+    folder: Path, content: str, message: str, options: dict[str, Any]
+) -> None:
+    (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"tokenizer_config\.json: {message}"):
+        _tokenizer(folder, **options)
+
+
+def test_b1_an_end_token_that_is_no_text_is_one_error(folder: Path) -> None:
+    write_json(folder / "tokenizer_config.json", {"eos_token": ["</s>"]})
+    with pytest.raises(UserError, match=r"`eos_token` must be a token of tokenizer\.json, got"):
+        _tokenizer(folder)
+
+
 def test_b1_end_tokens_beyond_the_embedding_are_refused(folder: Path) -> None:
     write_json(folder / "generation_config.json", {"eos_token_id": [END, 320]})
     config = tiny().model_dump(mode="json")
