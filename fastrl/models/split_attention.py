@@ -219,6 +219,8 @@ class Pieces:
         self.current, self._own = {}, own
         return torch.cat([*self.keys, own], 1)
 
+    # Lists that grow with every piece and layer: nothing to compile.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def extend(
         self,
         layer: int,

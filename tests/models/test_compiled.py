@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastrl import Document, Llama, LlamaConfig, TokenBatch
 from fastrl.models.compiled import compile_layers
+from fastrl.models.micro_sequences import backward_in_pieces
 
 # Of the tracing itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -62,6 +63,28 @@ def test_numbers_are_the_same_and_graphs_few(checkpointing: str) -> None:
     # What runs once per number of document groups is Python; a graph break at attention gives two
     # parts, each for a first and for all other lengths.
     assert counter.frame_count <= 8
+
+
+def test_pieces_share_graphs() -> None:
+    """What a layer keeps of the pieces before is Python's business, not a graph's."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Llama(config(), dtype=torch.float64)
+    document = Document(list(range(40)), prompt_length=1, logprobs=[-1.0] * 39, advantage=1.0)
+    grads = []
+    for compiles in (False, True):
+        if compiles:
+            compile_layers(model.model.layers, backend=counter)
+        for micro_sequences in (2, 8):
+            sequence = TokenBatch.from_documents([document])
+            pieces = sequence.to_kwargs(micro_sequences=micro_sequences)
+            (whole,) = sequence.to_kwargs(micro_sequences=micro_sequences, join=True)
+            model.zero_grad()
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                backward_in_pieces(model, pieces, whole)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-14)
+    assert counter.frame_count > 0
 
 
 def test_sampling_compiles_nothing() -> None:
