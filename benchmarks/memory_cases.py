@@ -99,7 +99,7 @@ class StepCase:
         )
 
 
-def llama(sizes: dict[str, Any], *, checkpointing: bool = False, **head: Any) -> LlamaConfig:
+def llama(sizes: dict[str, Any], *, checkpointing: bool | str = False, **head: Any) -> LlamaConfig:
     """A model with a GRPO loss."""
     options = {"losses": {"policy": {"type": "grpo"}}} | head
     return LlamaConfig.model_validate(

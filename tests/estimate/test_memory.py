@@ -145,6 +145,13 @@ CASES: dict[str, StepCase] = {
     "pieces, checkpoints": small({"micro_sequences": 4}, 32768, checkpointing=True),
     "8 ranks, sharded, checkpoints": small({"data": 8, **SHARDED}, 8192, 2, checkpointing=True),
     "sequence data, sharded": small({"sequence_data": 4, **SHARDED}, 65536),
+    "attention kept": small({}, 16384, checkpointing="attention"),
+    "attention kept, sharded": small({"data": 8, **SHARDED}, 8192, 2, checkpointing="attention"),
+    "attention kept, all axes": small(
+        {"tensor": 2, "sequence_parallel": True, "sequence_data": 2, "data": 2, **SHARDED},
+        65536,
+        checkpointing="attention",
+    ),
     "tensor": small({"tensor": 4}, 8192),
     "tensor, sequence parallel": small(SPLIT, 8192),
     "tensor, sequence parallel, recompute": small(SPLIT, 8192, strategy="recompute"),
