@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -140,11 +141,20 @@ def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> 
         else Whole(output_layout=stream)
     )
     parallelize_module(llama.model, tensor, {"embed_tokens": embedding, "norm": norm})
+    llama.model.embed_tokens.register_forward_hook(_arrived)
     placement: Placement = Shard(0) if head_shards else Replicate()
     for name, parameter in list(llama.lm_head.named_parameters()):
         if not isinstance(parameter, DTensor):
             _distribute(llama.lm_head, name, parameter, tensor, placement)
     llama.tie_weights()
+
+
+def _arrived(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output of a collective as a plain tensor: a compiled layer has no backward for another.
+
+    A copy, as waiting for it would leave the graph.
+    """
+    return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 def _distribute(

@@ -13,6 +13,7 @@ from fastrl import BatchCounts, Document, LlamaConfig, TokenBatch
 from fastrl.config.loading import load_config
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import add_metrics, reduce_metrics
+from fastrl.models.compiled import compile_layers
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import parallelize_llama, reduce_gradients
@@ -39,7 +40,8 @@ class Variant:
     micro_sequences: int = 1
     micro_batches: int = 1
     tied: bool = False
-    checkpointing: bool = False
+    checkpointing: str = "none"
+    compiles: bool = False
     clips: bool = True
     head_dim: int = 8
     num_documents: int = 8
@@ -69,8 +71,21 @@ VARIANTS = {
         # Combinations in which parts meet.
         Variant("stp2_novp", Ranks(tensor=2, sequence_parallel=True, vocabulary_parallel=False)),
         Variant("stp2_ms2", SP, micro_sequences=2),
-        Variant("sdp2_zigzag_ms2", ZIGZAG, micro_sequences=2, checkpointing=True),
+        Variant("sdp2_zigzag_ms2", ZIGZAG, micro_sequences=2, checkpointing="full"),
         Variant("fsdp2_sdp2_ms2_df2", ZIGZAG, True, micro_sequences=2, micro_batches=2),
+        Variant("mlp_stp2_ms2", SP, micro_sequences=2, checkpointing="attention"),
+        Variant("mlp_fsdp2", Ranks(data=2), True, checkpointing="attention"),
+        Variant("compiled_fsdp2", Ranks(data=2), True, checkpointing="full", compiles=True),
+        Variant("compiled_tp2", Ranks(tensor=2), tied=True, compiles=True),
+        Variant("compiled_stp2", SP, checkpointing="attention", compiles=True),
+        Variant(
+            "compiled_fsdp2_tp2",
+            Ranks(data=2, tensor=2, sequence_parallel=True),
+            True,
+            checkpointing="attention",
+            compiles=True,
+        ),
+        Variant("compiled_ms2", ZIGZAG, micro_sequences=2, compiles=True),
         # The second data rank has no document.
         Variant("dp2_one_document", Ranks(data=2), num_documents=1),
         Variant("fsdp2_one_document", Ranks(data=2), fully_sharded=True, num_documents=1),
@@ -85,7 +100,7 @@ VARIANTS = {
             Ranks(sequence_data=2, tensor=2, sequence_parallel=True),
             fully_sharded=True,
             tied=True,
-            checkpointing=True,
+            checkpointing="full",
         ),
     )
 }
@@ -125,6 +140,8 @@ def train(config_name: str, variant: Variant) -> Training | None:
     torch.manual_seed(11)
     # Drawn on the CPU, so that a GPU begins with the same weights.
     llama = Llama(variant_config(config_name, variant), dtype=torch.float32).to(rank_device())
+    if variant.compiles:
+        compile_layers(llama.model.layers, backend="aot_eager")
     layout = variant.ranks
     groups = ParallelGroups()
     if layout.world_size > 1 or variant.fully_sharded:
@@ -156,7 +173,7 @@ def train(config_name: str, variant: Variant) -> Training | None:
 def variant_config(config_name: str, variant: Variant) -> LlamaConfig:
     overrides = [
         f"tie_word_embeddings={str(variant.tied).lower()}",
-        f"activation_checkpointing={str(variant.checkpointing).lower()}",
+        f"activation_checkpointing={variant.checkpointing}",
         f"head.vocabulary_parallel={str(variant.ranks.vocabulary_parallel).lower()}",
     ]
     overrides.append(f"head_dim={variant.head_dim}")
