@@ -40,6 +40,10 @@ class OptimizerConfig(Config):
     max_grad_norm: float | None = Field(default=1.0, ge=1e-6)
     """Gradients are scaled down to this norm over all parameters; null: never."""
 
+    max_skipped_updates: int = Field(default=10, ge=0, le=10**6)
+    """Updates with gradients that are not finite are left out; more of them than this, one after
+    another, end the run. 0: the first one does."""
+
 
 class PhaseConfig(Config):
     """Options of every phase of a run."""

@@ -42,6 +42,7 @@ class TrainerState:
         reference: weights of the frozen reference policy, if the phase has one.
         entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
         problems: digest of the environment's problems; empty without an environment.
+        skipped_in_a_row: the phase's last updates that were left out, one after another.
     """
 
     phase: int = 0
@@ -54,6 +55,7 @@ class TrainerState:
     reference: dict[str, torch.Tensor] | None = None
     entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
     problems: str = ""
+    skipped_in_a_row: int = 0
 
 
 def save_checkpoint(

@@ -62,6 +62,10 @@ def apply_update(
 ) -> Tensor:
     """Clips the gradients, applies update number `update` and clears them.
 
+    Where their norm is not finite, weights, moments and step counts stay as they are. The norm is
+    one over all shards, so that all ranks leave out the same updates; the device decides, and the
+    host does not wait for it.
+
     Returns:
         The norm of all gradients before clipping, a scalar on their device.
     """
@@ -70,7 +74,9 @@ def apply_update(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
     norm = whole_tensor(nn.utils.clip_grad_norm_(parameters, max_norm))
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
     optimizer.zero_grad()
     return norm
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from fastrl.training.processes import frozen_copy, full_state, load_full_weights
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
 from fastrl.training.sampled_rollouts import SampledRollouts
+from fastrl.training.step_metrics import UpdateMetrics, combine_updates
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,18 @@ class StepResult:
     """The numbers and samples of a step, for the metrics and the display.
 
     Attributes:
-        metrics: finite numbers by name, the mean over the step's updates.
+        metrics: numbers by name over the step's updates (`combine_updates`), without those that
+            were left out; `skipped_updates` counts them.
         num_tokens: tokens of the documents that went through forward and backward passes, on all
             processes; tokens that documents share count for each.
         samples: some of the step's completions.
+        skipped_in_a_row: the most updates left out one after another, up to one of this step.
     """
 
     metrics: dict[str, float]
     num_tokens: int
     samples: list[Sample] = field(default_factory=list)
+    skipped_in_a_row: int = 0
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Phase:
     Attributes:
         name: of the phase.
         steps_done: number of steps made.
+        skipped_in_a_row: the last updates whose gradients were not finite, one after another.
         source: of documents.
         optimizer: of the phase.
         reference: the frozen policy of a KL term, a copy of the model at the start of the phase;
@@ -87,6 +92,7 @@ class Phase:
         self.config = config.phases[index]
         self.name = config.phase_name(index)
         self.steps_done = 0
+        self.skipped_in_a_row = 0
         self._context = context
         self._seed = phase_seed(config, index)
         self.source = source
@@ -107,6 +113,7 @@ class Phase:
         """Resumes from a checkpoint of this phase, whose weights have been loaded."""
         assert state.optimizer is not None
         self.steps_done = state.phase_step
+        self.skipped_in_a_row = state.skipped_in_a_row
         self.source.items.position = state.position
         load_optimizer(self.optimizer, state.optimizer)
         for name, loss in self._policy_losses().items():
@@ -124,6 +131,7 @@ class Phase:
             optimizer=full_state(self.optimizer.state_dict()),
             reference=None if self.reference is None else full_state(self.reference.state_dict()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
+            skipped_in_a_row=self.skipped_in_a_row,
         )
 
     def step(self) -> StepResult:
@@ -141,7 +149,7 @@ class Phase:
         ]
         num_updates = self.config.steps * mini_batches * epochs
         number = self.steps_done * mini_batches * epochs
-        results = []
+        results, longest = [], 0
         for epoch in range(epochs):
             for index, (step, micro_batches) in enumerate(updates):
                 gives_old = first_gives_old and epoch == index == 0
@@ -152,12 +160,13 @@ class Phase:
                     for batch, output in zip(micro_batches, outputs, strict=True):
                         batch.whole = batch.whole.replace(old_logprobs=output.logprobs)
                 results.append(self._update(step, outputs, number, num_updates))
+                longest = max(longest, self.skipped_in_a_row)
                 number += 1
         self.steps_done += 1
-        names = list(results[0]) if results else []
-        metrics = {name: fmean(result[name] for result in results) for name in names}
+        made = [result for result in results if not result.is_skipped]
+        metrics = combine_updates(made) | {"skipped_updates": len(results) - len(made)}
         num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
-        return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples)
+        return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples, longest)
 
     def _prepared(
         self, documents: Sequence[Document], recomputes_old: bool
@@ -213,7 +222,7 @@ class Phase:
         outputs: Sequence[HeadOutput],
         number: int,
         num_updates: int,
-    ) -> dict[str, float]:
+    ) -> UpdateMetrics:
         """The metrics of one update with the gradients that are in the model."""
         llama = self._context.llama
         strategies = [output.strategy for output in outputs]
@@ -221,14 +230,19 @@ class Phase:
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = step.finish(llama.lm_head.loss_groups)
         values = {**totals, "grad_norm": norm}
-        # All numbers in one transfer, the only host synchronisation of an update.
+        # All numbers in one transfer, the only wait for the device in an update: the counts that
+        # are read below were there before.
         numbers = torch.stack([value.double() for value in values.values()]).tolist()
         result = dict(zip(values, numbers, strict=True))
-        llama.lm_head.end_step(result)
-        return result | {
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "single_pass": strategies.count("single_pass") / len(strategies),
-        }
+        labels = int(step.counts.num_labels_in_batch)
+        documents = int(step.counts.num_documents_in_batch)
+        is_skipped = not math.isfinite(result["grad_norm"])
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            llama.lm_head.end_step(result)
+        result["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        result["single_pass"] = strategies.count("single_pass") / len(strategies)
+        return UpdateMetrics(result, labels, documents, is_skipped)
 
     def _work(self, document: Document, num_shared: int) -> float:
         """Floating-point operations of a document."""

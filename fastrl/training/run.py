@@ -134,7 +134,14 @@ def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
     has_ended = state.phase_step == config.phases[state.phase].steps
     if not has_ended or state.phase + 1 == len(config.phases):
         return state
-    return replace(state, phase=state.phase + 1, phase_step=0, position=0, optimizer=None)
+    return replace(
+        state,
+        phase=state.phase + 1,
+        phase_step=0,
+        position=0,
+        optimizer=None,
+        skipped_in_a_row=0,
+    )
 
 
 def _check_unused(run_dir: Path) -> None:
@@ -213,7 +220,7 @@ class Trainer:
             Whether the run is finished. The checkpoint is written in both cases.
 
         Raises:
-            UserError: a loss or a gradient is not finite.
+            UserError: a loss is not finite, or the gradients of too many updates are not.
         """
         while True:
             if not self._run_phase(stop):
@@ -287,11 +294,18 @@ class Trainer:
 
     def _check_finite(self, result: StepResult) -> None:
         bad = [name for name, value in result.metrics.items() if not math.isfinite(value)]
-        if bad:
+        problem = f"{', '.join(bad)} must be finite" if bad else ""
+        bound = self._phase.config.optimizer.max_skipped_updates
+        if result.skipped_in_a_row > bound:
+            problem = (
+                f"grad_norm must be finite, was not in {result.skipped_in_a_row} updates one after "
+                f"another (`optimizer.max_skipped_updates` is {bound})"
+            )
+        if problem:
             raise UserError(
-                f"step {self.state.step} (phase `{self._phase.name}`): {', '.join(bad)} must be "
-                "finite; the run ends here, its last checkpoint is as it was. Try a lower "
-                "`optimizer.learning_rate` or `max_grad_norm`"
+                f"step {self.state.step} (phase `{self._phase.name}`): {problem}; the run ends "
+                "here, its last checkpoint is as it was. Try a lower `optimizer.learning_rate` or "
+                "`max_grad_norm`"
             )
 
     def _evaluate(self) -> Evaluation | None:

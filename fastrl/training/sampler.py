@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fastrl.config.base import UserError
 from fastrl.config.environment import SamplerConfig
 from fastrl.models.llama import Llama
 from fastrl.training.processes import Processes, sync_full_weights
@@ -70,6 +72,9 @@ class Sampler:
             prompts: token ids, none empty.
             num_each: completions of a prompt.
             temperature: at least 0.
+
+        Raises:
+            UserError: on all processes, if logits of any are not finite.
         """
         if self._llama is not self._source:
             sync_full_weights(self._source, self._llama)
@@ -92,6 +97,13 @@ class Sampler:
             for number in range(num_batches)
             for completion in shares[number % processes.size][number // processes.size]
         ]
+        if any(math.isnan(sum(completion.logprobs)) for completion in flat):
+            raise UserError(
+                f"sampler: the model's logits, divided by the temperature {temperature:g}, must be "
+                "finite, are not; look for weights that are not finite (a lower "
+                "`optimizer.learning_rate` keeps them so) or a temperature too small for its dtype "
+                "(0 takes the most likely token)"
+            )
         return [flat[i : i + num_each] for i in range(0, len(flat), num_each)]
 
     @torch.no_grad()
@@ -113,7 +125,8 @@ class Sampler:
             chosen, chosen_logprobs = self._choose(logits, temperature)
             tokens[running, step] = chosen
             logprobs[running, step] = chosen_logprobs
-            ends = torch.isin(chosen, self._end_tokens) & ~done[running]
+            is_last = torch.isin(chosen, self._end_tokens) | chosen_logprobs.isnan()
+            ends = is_last & ~done[running]
             lengths[running[ends]] = step + 1
             done[running[ends]] = True
             going_on = ~done[running]
@@ -136,9 +149,10 @@ class Sampler:
         logits: Tensor,  # [B, V]
         temperature: float,
     ) -> tuple[Tensor, Tensor]:  # [B] int64, [B] nats
+        # NaN throughout a row whose logits are not finite, and so is its token's log-probability.
         distribution = (logits / temperature if temperature else logits).log_softmax(-1)
         if temperature:
-            probabilities = distribution.exp()
+            probabilities = distribution.exp().nan_to_num_(nan=1.0)  # multinomial refuses NaN
             chosen = torch.multinomial(probabilities, 1, generator=self._generator)
         else:
             chosen = distribution.argmax(-1, keepdim=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
+from fastrl.training.checkpoint import load_trainer_state
 from tests.helpers.runs import final_weights, write_tiny
 from tests.helpers.torchrun import torchrun
 
@@ -56,6 +57,27 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, one_process: Path, 
     assert weights.keys() == expected_weights.keys()
     for key, weight in expected_weights.items():
         torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-8)
+
+
+POISONED = {
+    "plain": ["parallel.data=2"],
+    "fsdp2": LAYOUTS["fsdp2"],
+    "tensor": ["parallel.tensor=2"],
+}
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_rl28_all_ranks_leave_out_the_update_of_one(tmp_path: Path, name: str) -> None:
+    config, run = str(write_tiny(tmp_path)), tmp_path / "run"
+    arguments = ["train", config, "--run-dir", str(run), "phases.0.steps=3", "phases.1.steps=1"]
+    done = torchrun(2, "tests.helpers.poisoned_train", *arguments, *POISONED[name])
+    assert done.returncode == 0, done.stderr
+    skipped = [step["skipped_updates"] for step in metrics(run) if "skipped_updates" in step]
+    assert skipped == [0, 1, 0, 0]
+    state = load_trainer_state(run / "checkpoints" / "supervised-000003")
+    assert state.optimizer is not None
+    assert {int(values["step"]) for values in state.optimizer["state"].values()} == {2}
+    assert all(weight.isfinite().all() for weight in final_weights(run).values())
 
 
 def test_a_failing_rank_ends_the_job_with_its_own_error(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fastrl.training import phases
 from fastrl.training.context import RunContext, build_context
 from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.phases import Phase
+from fastrl.training.step_metrics import UpdateMetrics
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
@@ -80,9 +81,10 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
         outputs: Sequence[HeadOutput],
         number: int,
         num_updates: int,
-    ) -> dict[str, float]:
+    ) -> UpdateMetrics:
         result = update(phase, step, outputs, number, num_updates)
-        ratios.append((result["policy/ratio_min"], result["policy/ratio_max"]))
+        values = result.values
+        ratios.append((values["policy/ratio_min"], values["policy/ratio_max"]))
         return result
 
     monkeypatch.setattr(Phase, "_update", recorded)
