@@ -11,7 +11,6 @@ import torch
 
 from fastrl.cli import main
 from fastrl.config import UserError
-from fastrl.training import phases
 from fastrl.training.checkpoint import latest_checkpoint, load_trainer_state
 from tests.helpers.poisoned import poison
 from tests.helpers.runs import begin_phase, final_weights, tiny_context, write_tiny
@@ -90,7 +89,7 @@ def test_e21_a_broken_model_gives_no_tokens(temperature: float) -> None:
     sampler = tiny_context()[1].sampler
     with torch.no_grad():
         next(sampler._llama.parameters())[3, 0] = torch.nan
-    with pytest.raises(UserError, match="the model's logits, .* must be finite"):
+    with pytest.raises(UserError, match=r"the model's logits, .* must be finite"):
         sampler.sample([[5, 12], [3, 3]], num_each=2, temperature=temperature)
 
 
