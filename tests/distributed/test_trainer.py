@@ -62,7 +62,6 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, one_process: Path, 
 POISONED = {
     "plain": ["parallel.data=2"],
     "fsdp2": LAYOUTS["fsdp2"],
-    "tensor": ["parallel.tensor=2"],
 }
 
 
