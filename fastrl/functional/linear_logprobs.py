@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.call import CallOptions
 from fastrl.functional.head.checks import check_inputs, check_tensor
-from fastrl.functional.head.extra_statistics import StatisticName, extra_statistics
+from fastrl.functional.head.extra_statistics import (
+    StatisticName,
+    check_names,
+    extra_statistics,
+)
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
@@ -92,6 +96,7 @@ def linear_logprobs(
     """
     check_tensor("hidden_states", hidden_states)
     check_tensor("labels", labels)
+    check_names(statistics)
     shape = labels.shape
     if hidden_states.ndim > 2 and hidden_states.shape[:-1] != shape:
         raise ValueError(

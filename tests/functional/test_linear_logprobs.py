@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -159,7 +160,11 @@ def test_rows_outside_of_gradient_rows_get_no_gradient() -> None:
         ({"softcap": -1.0}, "`softcap` must be positive"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1"),
         ({"max_logits_bytes": 0}, "`max_logits_bytes` must be positive"),
-        ({"weight_rows": 8}, r"`weight` must hold rows \[0, 8\) of the 8 rows"),
+        ({"weight_rows": 8}, r"`weight` must have 8 rows.* got 6; "),
+        ({"statistics": "is_argmax"}, r"`statistics` must be .* got 'is_argmax'; .* \['is_argmax'\]"),
+        ({"statistics": ["top"]}, r"`statistics` must be .* \['top'\]"),
+        ({"logit_scale": math.nan}, "`logit_scale` must be a finite number, got nan"),
+        ({"logit_scale": torch.ones(())}, "`logit_scale` must be a finite number, got a Tensor"),
     ],
 )
 def test_errors_name_what_does_not_fit(changes: dict[str, object], message: str) -> None:
@@ -170,6 +175,17 @@ def test_errors_name_what_does_not_fit(changes: dict[str, object], message: str)
     }
     with pytest.raises(ValueError, match=message):
         linear_logprobs(**(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "weight", "labels"])
+def test_what_is_missing_is_named(name: str) -> None:
+    arguments: dict[str, object] = {
+        "hidden_states": torch.zeros(4, 3),
+        "weight": torch.zeros(6, 3),
+        "labels": torch.zeros(4, dtype=torch.int64),
+    }
+    with pytest.raises(TypeError, match=f"`{name}` must be a tensor, got None"):
+        linear_logprobs(**(arguments | {name: None}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,12 @@ def check_inputs(
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
     weight_rows = weight.shape[0] * tp_size if weight_rows is None else weight_rows
     start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
+    if tp_size == 1 and weight_rows != weight.shape[0]:
+        raise ValueError(
+            f"`weight` must have {weight_rows} rows, the vocabulary and its padding, got"
+            f" {weight.shape[0]}; make `weight_rows`, or a head's `vocab_size` or"
+            " `padded_vocab_size`, those of the weight."
+        )
     if stop - start != weight.shape[0]:
         raise ValueError(
             f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole"
@@ -82,7 +89,8 @@ def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:
     hidden_states, weight, bias = operands.hidden_states, operands.weight, operands.bias
     named = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
     for name, tensor in named.items():
-        check_tensor(name, tensor)
+        if name != "bias" or tensor is not None:
+            check_tensor(name, tensor)
     if operands.dtype is not None and operands.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"`compute_dtype` must be bf16, fp16, fp32, float64 or None, got {operands.dtype}."
@@ -121,17 +129,17 @@ def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raises a TypeError where a plain tensor (or None) is required and something else came."""
+    """Raises a TypeError where a plain tensor is required and something else came."""
     if isinstance(tensor, DTensor):
         raise TypeError(
             f"`{name}` must be a plain tensor, got a DTensor; pass `{name}.full_tensor()`, or"
             " run the head inside the module that `fully_shard` wraps."
         )
-    if not isinstance(tensor, Tensor | None):
-        remedy = ""
+    if not isinstance(tensor, Tensor):
+        remedy, found = "", "None" if tensor is None else f"a {type(tensor).__name__}"
         if name == "hidden_states":
             remedy = "; a model's output has them as `last_hidden_state`, or as its first element"
-        raise TypeError(f"`{name}` must be a tensor, got a {type(tensor).__name__}{remedy}.")
+        raise TypeError(f"`{name}` must be a tensor, got {found}{remedy}.")
 
 
 def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -174,6 +182,13 @@ def _check_transform(transform: LogitTransform, labels: Tensor) -> None:
             )
     elif not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
+    scale = transform.logit_scale
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        found = f"a {type(scale).__name__}" if isinstance(scale, Tensor) else scale
+        raise ValueError(
+            f"`logit_scale` must be a finite number, got {found}; multiply the hidden states by a"
+            " scale that is trained."
+        )
     if transform.softcap is not None and not transform.softcap > 0:
         raise ValueError(f"`softcap` must be positive or None, got {transform.softcap}.")
 

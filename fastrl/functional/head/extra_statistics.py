@@ -15,6 +15,17 @@ StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")
 
 
+def check_names(names: Collection[str]) -> None:
+    """Refuses what is no collection of the statistics' names."""
+    if isinstance(names, str):
+        raise ValueError(
+            f"`statistics` must be a collection of names, got {names!r}; give {[names]}."
+        )
+    unknown = sorted(set(names) - set(STATISTIC_NAMES))
+    if unknown:
+        raise ValueError(f"`statistics` must be among {list(STATISTIC_NAMES)}, got {unknown}.")
+
+
 def extra_statistics(
     call: HeadCall,
     names: Collection[str],
@@ -32,9 +43,7 @@ def extra_statistics(
     Raises:
         ValueError: a name is not known.
     """
-    unknown = sorted(set(names) - set(STATISTIC_NAMES))
-    if unknown:
-        raise ValueError(f"`statistics` must be among {list(STATISTIC_NAMES)}, got {unknown}.")
+    check_names(names)
     wanted = [name for name in STATISTIC_NAMES if name in names]
     if not wanted:
         return {}
