@@ -181,6 +181,15 @@ def test_a_copy_of_the_model_has_a_head_of_its_own_weights() -> None:
     assert packing_of(model) == "packed"
 
 
+def test_a_model_with_a_head_is_not_pickled_as_what_cannot_be_read(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    attach_head(model, LOSSES)
+    with pytest.raises(TypeError, match="A model with a head .* `detach_head` it first"):
+        torch.save(model, tmp_path / "model.pt")
+    detach_head(model)
+    torch.save(model, tmp_path / "model.pt")
+
+
 def test_the_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fastrl.integrations.transformers"):
         attach_head(tiny_model("opt"), {})

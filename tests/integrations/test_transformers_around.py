@@ -137,6 +137,14 @@ def test_autocast_runs_the_products_in_its_dtype() -> None:
         assert error < 0.1, (name, error)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "opt"])
+def test_the_layout_is_found_under_autocast(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        attach_head(model, {})
+    assert packing_of(model) == ("padded" if family == "opt" else "packed")
+
+
 def test_gradient_checkpointing() -> None:
     model = tiny_model("llama")
     head = attach_head(model, LOSSES)
@@ -221,6 +229,19 @@ def test_a_step_without_labels_has_no_auxiliary_loss() -> None:
     for count in (0, torch.tensor(0)):
         output = model(batch=batch.replace(num_labels_in_batch=count))
         assert output.loss.item() == output.metrics["aux_loss"].item() == 0
+
+
+def test_a_head_goes_into_what_accelerate_has_prepared() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    forward = model.forward
+    attach_head(prepared, LOSSES)
+    batch = some_batch(VOCAB_SIZE, torch.float32)
+    found = prepared(batch=batch).loss
+    detach_head(prepared)
+    assert model.forward == forward
+    attach_head(prepared, LOSSES)
+    assert prepared(batch=batch).loss.equal(found)
 
 
 def test_accelerate_prepares_a_model_with_a_head() -> None:

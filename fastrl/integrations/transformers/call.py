@@ -51,6 +51,12 @@ class Attached:
         forward, own = deepcopy((self.forward, self.own_forward), memo)
         return replace(self, forward=forward, own_forward=own)
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "A model with a head must not be pickled, as its forward could not be found again;"
+            " `detach_head` it first, or save it by `save_pretrained` or its `state_dict`."
+        )
+
 
 # Not compiled: the layer's forward is another in each call. A body compiled by itself stays so.
 @torch.compiler.disable  # type: ignore[untyped-decorator]

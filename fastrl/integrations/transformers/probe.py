@@ -91,11 +91,13 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     """
     first, second, other = _documents(model)
     sizes: list[tuple[int, int]] = []
+    dtypes = {model.dtype, torch.float32}
     layer = output_layer(model)
 
     def record(hidden_states: Tensor) -> Tensor:
         logits: Tensor = layer.forward(hidden_states)
         sizes.append((hidden_states.shape[-1], logits.shape[-1]))
+        dtypes.add(logits.dtype)  # autocast's, where that is on
         return logits
 
     with replaced(layer, record):
@@ -108,7 +110,7 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     joined = _distributions(model, input_ids=_ids(model, first + second))
     before, after = joined.split([len(first), len(second)])
     effect = _distance(after, alone[1])
-    epsilon = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
+    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
     rounding = 16 * epsilon * float(joined.abs().max())
     tolerance = min(max(rounding, 1e-3 * effect), 0.1 * effect)
     if _distance(before, alone[0]) > tolerance:
