@@ -161,7 +161,7 @@ def test_rows_outside_of_gradient_rows_get_no_gradient() -> None:
         ({"chunk_size": 0}, "`chunk_size` must be at least 1"),
         ({"max_logits_bytes": 0}, "`max_logits_bytes` must be positive"),
         ({"weight_rows": 8}, r"`weight` must have 8 rows.* got 6; "),
-        ({"statistics": "is_argmax"}, r"`statistics` must be .* got 'is_argmax'; .* \['is_argmax'\]"),
+        ({"statistics": "is_argmax"}, r"`statistics` must be .* got 'is_argmax'; give \['is_arg"),
         ({"statistics": ["top"]}, r"`statistics` must be .* \['top'\]"),
         ({"logit_scale": math.nan}, "`logit_scale` must be a finite number, got nan"),
         ({"logit_scale": torch.ones(())}, "`logit_scale` must be a finite number, got a Tensor"),

@@ -184,7 +184,7 @@ def test_a_copy_of_the_model_has_a_head_of_its_own_weights() -> None:
 def test_a_model_with_a_head_is_not_pickled_as_what_cannot_be_read(tmp_path: Path) -> None:
     model = tiny_model("llama")
     attach_head(model, LOSSES)
-    with pytest.raises(TypeError, match="A model with a head .* `detach_head` it first"):
+    with pytest.raises(TypeError, match=r"A model with a head .* `detach_head` it first"):
         torch.save(model, tmp_path / "model.pt")
     detach_head(model)
     torch.save(model, tmp_path / "model.pt")

@@ -35,19 +35,7 @@ def check_inputs(
     dtype = operands.operand_dtype
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
     weight_rows = weight.shape[0] * tp_size if weight_rows is None else weight_rows
-    start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
-    if tp_size == 1 and weight_rows != weight.shape[0]:
-        raise ValueError(
-            f"`weight` must have {weight_rows} rows, the vocabulary and its padding, got"
-            f" {weight.shape[0]}; make `weight_rows`, or a head's `vocab_size` or"
-            " `padded_vocab_size`, those of the weight."
-        )
-    if stop - start != weight.shape[0]:
-        raise ValueError(
-            f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole"
-            f" weight on rank {tp_rank} of {tp_size}, got {weight.shape[0]} rows; shard it by"
-            " `vocab_shard`."
-        )
+    start = _first_row(weight, weight_rows, tp_rank, tp_size)
     vocab_size = weight_rows if vocab_size is None else vocab_size
     if not 0 < vocab_size <= weight_rows:
         raise ValueError(
@@ -77,6 +65,24 @@ def check_inputs(
         groups=groups,
         options=options,
     )
+
+
+def _first_row(weight: Tensor, weight_rows: int, tp_rank: int, tp_size: int) -> int:
+    """The first of the whole weight's rows that this rank holds."""
+    start, stop = vocab_shard(weight_rows, tp_rank, tp_size)
+    if tp_size == 1 and weight_rows != weight.shape[0]:
+        raise ValueError(
+            f"`weight` must have {weight_rows} rows, the vocabulary and its padding, got"
+            f" {weight.shape[0]}; make `weight_rows`, or a head's `vocab_size` or"
+            " `padded_vocab_size`, those of the weight."
+        )
+    if stop - start != weight.shape[0]:
+        raise ValueError(
+            f"`weight` must hold rows [{start}, {stop}) of the {weight_rows} rows of the whole"
+            f" weight on rank {tp_rank} of {tp_size}, got {weight.shape[0]} rows; shard it by"
+            " `vocab_shard`."
+        )
+    return start
 
 
 def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:

@@ -110,13 +110,13 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     joined = _distributions(model, input_ids=_ids(model, first + second))
     before, after = joined.split([len(first), len(second)])
     effect = _distance(after, alone[1])
-    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
-    rounding = 16 * epsilon * float(joined.abs().max())
+    rounding = 16 * max(torch.finfo(each).eps for each in dtypes) * float(joined.abs().max())
     tolerance = min(max(rounding, 1e-3 * effect), 0.1 * effect)
-    if _distance(before, alone[0]) > tolerance:
+    ahead = _distance(before, alone[0])
+    if ahead > tolerance:
         raise ValueError(
             f"{_name(model)} must be causal, but what follows a token changes its distribution by"
-            f" {_distance(before, alone[0]):.2g} nats; set `config.is_decoder` where it has that."
+            f" {ahead:.2g} nats; set `config.is_decoder` where it has that."
         )
 
     def mixing(layout: Layout) -> tuple[float, float]:
