@@ -112,8 +112,7 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     effect = _distance(after, alone[1])
     rounding = 16 * max(torch.finfo(each).eps for each in dtypes) * float(joined.abs().max())
     tolerance = min(max(rounding, 1e-3 * effect), 0.1 * effect)
-    ahead = _distance(before, alone[0])
-    if ahead > tolerance:
+    if (ahead := _distance(before, alone[0])) > tolerance:
         raise ValueError(
             f"{_name(model)} must be causal, but what follows a token changes its distribution by"
             f" {ahead:.2g} nats; set `config.is_decoder` where it has that."
