@@ -81,6 +81,20 @@ def test_a_module_is_its_forward(layer: Callable[[], nn.Module], max_logits_byte
     )
 
 
+def test_b4_lora_on_the_output_layer_is_used_and_trained() -> None:
+    """Given the layer; given its weight, the adapter is left out, by nats."""
+    layer = lora()
+    hidden, labels, _ = inputs()
+    truth = token_statistics(layer(hidden), labels)[0]
+    without = linear_logprobs(hidden, layer.weight, labels).logprobs
+    assert (without - truth).abs().max() > 0.5
+    found = linear_logprobs(hidden, layer, labels).logprobs
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    tensors = [hidden, *(p for p in layer.parameters() if p.requires_grad)]
+    assert len(tensors) == 3
+    torch.testing.assert_close(gradients([found], tensors), gradients([truth], tensors))
+
+
 def test_several_adapters_add_up() -> None:
     layer = lora()
     layer.update_layer("second", 2, 1, peft.LoraConfig(r=2, lora_alpha=1))
@@ -144,6 +158,19 @@ def hooked() -> nn.Module:
     return layer
 
 
+def lora_with_hooked_b() -> nn.Module:
+    layer: nn.Module = lora()
+    b = layer.get_submodule("lora_B.default")
+    b.register_forward_hook(lambda module, args, output: -output)
+    return layer
+
+
+def lora_with_a_forward() -> nn.Module:
+    layer: nn.Module = lora()
+    vars(layer)["forward"] = lambda hidden_states: 2 * hidden_states
+    return layer
+
+
 def other_adapter() -> nn.Module:
     config = peft.IA3Config(target_modules=["0"], feedforward_modules=[])
     model: Any = peft.get_peft_model(cast(Any, nn.Sequential(nn.Linear(D, V))), config)
@@ -158,6 +185,8 @@ def other_adapter() -> nn.Module:
         (other_adapter, "is not LoRA"),
         (lambda: Doubled(D, V, dtype=torch.float64), "something else than"),
         (hooked, "hooks"),
+        (lora_with_hooked_b, "hooks"),
+        (lora_with_a_forward, "a forward of its own"),
         (lambda: nn.Conv1d(D, V, 1), "something else than"),
         (lambda: nn.Linear(D, V, device="meta"), "meta device"),
     ],

@@ -30,7 +30,8 @@ def head_operands(
 
                 h W^T + b + sum_i scaling_i (dropout(h) A_i^T) B_i^T
 
-            with gradients into A and B; B A is never formed.
+            with gradients into A and B; B A is never formed. Hooks of the LoRA layer as a whole
+            do not run: with FSDP2's the head belongs inside of that layer's call.
         bias: with a tensor only.
         dtype: of the operands (`compute_dtype`).
 
@@ -48,6 +49,8 @@ def head_operands(
     module = _saved_module(weight)
     adapters: list[str] = []
     if _is_of_peft(module, "peft.tuners.tuners_utils", "BaseTunerLayer"):
+        if "forward" in vars(module):
+            raise TypeError(_message(module, "has a forward of its own, which would not run"))
         adapters = _active_adapters(module)
         base: Any = module.base_layer
     else:
@@ -66,6 +69,7 @@ def _with_adapters(
     low_rank_weight: list[Tensor] = []
     for name in adapters:
         a, b, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        _check_hooks(b)
         dropped = layer.lora_dropout[name](hidden_states.to(a.weight.dtype))
         low_rank_hidden.append(a(dropped) * scaling)
         low_rank_weight.append(b.weight)
@@ -114,14 +118,18 @@ def _active_adapters(layer: Any) -> list[str]:
 
 
 def _check_base(base: Any) -> None:
-    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks:
-        raise TypeError(_message(base, "has hooks or a forward of its own, which would not run"))
+    _check_hooks(base)
     if isinstance(base, nn.Embedding):
         return
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         raise TypeError(_message(base, "does something else than h W^T + b"))
     if base.weight.is_meta:
         raise TypeError(_message(base, "is offloaded: its weight is on the meta device"))
+
+
+def _check_hooks(module: nn.Module) -> None:
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise TypeError(_message(module, "has hooks or a forward of its own, which would not run"))
 
 
 def _is_of_peft(module: nn.Module, path: str, name: str) -> bool:
