@@ -67,6 +67,7 @@ def test_gradients_are_those_without() -> None:
     [
         ({"implementation": "sdpa"}, r"runs 'sdpa'; call `model.set_attn_implementation\('flex"),
         ({"packing": "padded"}, "gets a row for each document"),
+        ({"packing": "padded", "implementation": "sdpa"}, "gets a row for each document"),
         (
             {"family": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
             "has layers that see less",

@@ -143,9 +143,6 @@ def _check_batch(model: Model, batch: object, layout: Layout) -> None:
 
 def _prefix_problem(model: Model, layout: Layout) -> str | None:
     """Why a model cannot attend over documents that share slots; None if it can."""
-    implementation = getattr(model.config, "_attn_implementation", None)
-    if implementation != "flex_attention":
-        return f"runs {implementation!r}; call `model.set_attn_implementation('flex_attention')`"
     if layout != "packed":
         return "gets a row for each document (`packing_of`); leave `share_prefixes` out"
     config = model.config.get_text_config()
@@ -153,6 +150,9 @@ def _prefix_problem(model: Model, layout: Layout) -> str | None:
     bounds = [name for name in _BOUNDS if getattr(config, name, None) is not None]
     if set(kinds) != {"full_attention"} if kinds is not None else bounds:
         return f"has layers that see less ({kinds or bounds}); leave `share_prefixes` out"
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if implementation != "flex_attention":
+        return f"runs {implementation!r}; call `model.set_attn_implementation('flex_attention')`"
     return None
 
 

@@ -91,13 +91,13 @@ def probe_model(model: Model, packing: Packing) -> Probe:
     """
     first, second, other = _documents(model)
     sizes: list[tuple[int, int]] = []
-    dtypes = {model.dtype, torch.float32}
+    dtypes = {model.dtype, torch.float32}  # and autocast's, where that is on
     layer = output_layer(model)
 
     def record(hidden_states: Tensor) -> Tensor:
         logits: Tensor = layer.forward(hidden_states)
         sizes.append((hidden_states.shape[-1], logits.shape[-1]))
-        dtypes.add(logits.dtype)  # autocast's, where that is on
+        dtypes.add(logits.dtype)
         return logits
 
     with replaced(layer, record):
