@@ -233,7 +233,7 @@ LOSS = "phases.0.losses.policy"
         ({"type": "grop"}, "got `grop`; did you mean `grpo`?"),
     ],
 )
-def test_names_of_other_projects_are_told_by_their_name_here(
+def test_b7_names_of_other_projects_are_told_by_their_name_here(
     loss: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -264,7 +264,7 @@ IN_MODEL = "model.head.losses.<name>"
         ("phases.0.kl_coef=0.1", f"did you mean `{IN_PHASE}.kl.coefficient`?"),
     ],
 )
-def test_names_of_other_projects_outside_of_a_loss(override: str, message: str) -> None:
+def test_b7_names_of_other_projects_outside_of_a_loss(override: str, message: str) -> None:
     phase = {"type": "rl", "steps": 1, "losses": {"policy": {"type": "grpo"}}}
     with pytest.raises(ConfigError) as caught:
         parse_config(RunConfig, {"phases": [phase]}, [override])
@@ -289,7 +289,7 @@ def test_names_of_other_projects_outside_of_a_loss(override: str, message: str) 
         ),
     ],
 )
-def test_a_config_made_in_python_has_the_messages_of_a_file(
+def test_b7_a_config_made_in_python_has_the_messages_of_a_file(
     config_class: type[Config], values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:

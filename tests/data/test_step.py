@@ -76,7 +76,7 @@ def _run(model: Model, step: OptimizerStep) -> tuple[dict[str, Tensor], list[Ten
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("max_tokens", [11, 20])
-def test_micro_batches_are_the_single_pass(loss: str, max_tokens: int) -> None:
+def test_b3_micro_batches_are_the_single_pass(loss: str, max_tokens: int) -> None:
     model = Model(LOSSES[loss])
     documents = _documents()
     (whole,) = TokenBatch.from_documents(documents).to_kwargs()
@@ -100,7 +100,7 @@ def test_micro_batches_are_the_single_pass(loss: str, max_tokens: int) -> None:
             torch.testing.assert_close(value, single, rtol=0, atol=1e-12)
 
 
-def test_each_micro_batch_on_its_own_is_another_loss() -> None:
+def test_b3_each_micro_batch_on_its_own_is_another_loss() -> None:
     """What the step is for: without its counts a loop gives the sum of several steps."""
     model = Model(LOSSES["grpo"])
     step = OptimizerStep.from_documents(_documents(), max_tokens=20)
@@ -239,7 +239,7 @@ def test_what_is_no_output_no_batch_and_no_document_is_refused() -> None:
         reduce_metrics({}, padded_head())  # type: ignore[arg-type]
 
 
-def test_a_head_in_evaluation_mode_is_named() -> None:
+def test_b5_a_head_in_evaluation_mode_is_named() -> None:
     head: LanguageModelHead = padded_head(losses={"a": LOSSES["cross_entropy"]}).eval()
     step = OptimizerStep.from_documents([Document([1, 2], prompt_length=1)], max_tokens=2)
     for batch in step:

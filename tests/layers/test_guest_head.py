@@ -111,6 +111,19 @@ def test_compute_dtype_rounds_operands_alone(strategy: str, chunk_size: int | No
         assert not torch.equal(grad, grad.bfloat16().float())
 
 
+@pytest.mark.parametrize("strategy", ["recompute", "single_pass"])
+def test_b5_a_head_in_evaluation_mode_trains_where_asked_to(strategy: str) -> None:
+    batch, layer = pack(DOCUMENTS), nn.Linear(D, V, dtype=torch.float64)
+    hidden, head = hidden_of(batch), make(False, strategy=strategy)
+    tensors = [hidden, layer.weight, layer.bias]
+    expected = torch.autograd.grad(-1.7 * head(hidden, batch, weight=layer).loss, tensors)
+    head.eval()
+    assert head(hidden, batch, weight=layer).loss is None
+    output = head(hidden, batch, weight=layer, compute_loss=True)
+    found = torch.autograd.grad(-1.7 * output.loss, tensors)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_loss_in_evaluation_mode_is_asked_for() -> None:
     batch, head = pack(DOCUMENTS), make(True).eval()
     hidden = hidden_of(batch)
