@@ -105,12 +105,16 @@ class Case:
 
     def grpo(self, logprobs: Tensor) -> Tensor:
         """The GRPO loss of log-probabilities [T]: the definition that all are held to."""
-        ratio = (logprobs - self.old_logprobs).exp()
-        surrogate = torch.minimum(
-            ratio * self.advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * self.advantages
-        )
-        weight = (self.labels != -100).to(surrogate.dtype)
-        return -(surrogate * weight).sum() / len(self.labelled)
+        losses = clipped_losses(logprobs - self.old_logprobs, self.advantages)
+        weight = (self.labels != -100).to(losses.dtype)
+        return (losses * weight).sum() / len(self.labelled)
+
+
+def clipped_losses(log_ratios: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r A, clip(r) A) of each label, r the ratio of the policy to the old one."""
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - EPSILON, 1 + EPSILON)
+    return -torch.minimum(ratios * advantages, clipped * advantages)
 
 
 def _prompt_lengths(shape: Shape) -> tuple[list[int], list[bool]]:

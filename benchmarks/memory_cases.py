@@ -99,11 +99,11 @@ class StepCase:
         )
 
 
-def llama(sizes: dict[str, Any], *, checkpointing: bool | str = False, **head: Any) -> LlamaConfig:
-    """A model with a GRPO loss."""
+def llama(sizes: dict[str, Any], *, checkpointing: bool = False, **head: Any) -> LlamaConfig:
+    """A model with a GRPO loss; `sizes` may hold further fields."""
     options = {"losses": {"policy": {"type": "grpo"}}} | head
     return LlamaConfig.model_validate(
-        {**sizes, "activation_checkpointing": checkpointing, "head": options}
+        {"activation_checkpointing": checkpointing, **sizes, "head": options}
     )
 
 

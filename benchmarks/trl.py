@@ -114,8 +114,6 @@ def head_by_hand(case: Case) -> Callable[[], Tensor]:
 
 def attached_head(case: Case) -> Callable[[], Tensor]:
     """The adapter for transformers."""
-    if find_spec("fastrl.integrations.transformers") is None:
-        raise NotRun("fastrl.integrations.transformers is not there")
     adapter = importlib.import_module("fastrl.integrations.transformers")
     model = case.twin()
     adapter.attach_head(model, {"policy": GRPO}, packing="padded")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EPSILON
+from benchmarks.cases import clipped_losses
 from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
 from fastrl.functional.batch import BatchKwargs
@@ -74,9 +74,7 @@ class Case:
             self.rows(values)[:, :-1] for values in (batch.old_logprobs, batch.advantages)
         )
         mask = self.labels[:, :-1] != -100
-        ratio = (logprobs - old).exp()
-        clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        losses = clipped_losses(logprobs - old, advantages)
         return (losses * mask).sum() / batch.num_labels_in_batch
 
 

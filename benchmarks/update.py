@@ -15,6 +15,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from benchmarks.memory_cases import llama
 from benchmarks.peers import NotRun
 from benchmarks.update_cases import (
     MODELS,
-    PEAK,
     Update,
     Variant,
     flops,
@@ -36,6 +36,7 @@ from benchmarks.update_cases import (
 )
 from benchmarks.update_peer import PeerUpdate
 from fastrl import Document
+from fastrl.estimate.arithmetic import PEAK
 
 # Kernels by what they belong to, the first that matches; products are told apart by who calls.
 KERNELS = {
@@ -135,9 +136,8 @@ def run_prefixes(
 ) -> list[dict[str, Any]]:
     """Rows of the same documents, flat and with shared prompts."""
     rows = []
-    flex = {key: value for key, value in variant.options.items() if "attention_" not in key}
     for shares in (False, True):
-        chosen = Variant(flex, variant.compiled, shares_prefixes=shares)
+        chosen = replace(variant, shares_prefixes=shares)
         most = options.prompt + 9 * options.answer if shares else options.tokens
         most = max(most, options.prompt + options.answer)
         update = Update(MODELS[options.model], chosen, device, most)
@@ -207,7 +207,7 @@ def kernel_times(run: Callable[[], object]) -> dict[str, float]:
 
 
 def _as_many_as_fit(documents: Sequence[Document], num_tokens: int) -> list[Document]:
-    """Documents of at most `num_tokens` together, the last one cut to reach it."""
+    """Documents of at most `num_tokens` together, those that do not fit left out."""
     chosen: list[Document] = []
     left = num_tokens
     for document in documents:

@@ -19,8 +19,6 @@ from fastrl.models.flops import TrainingFlops
 from fastrl.training.optimizer import apply_update, build_optimizer
 
 GROUP = 8
-# Dense bf16 peak of an H100 or H200.
-PEAK = 989e12
 TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -137,8 +135,7 @@ class Update:
     def __init__(
         self, model: dict[str, Any], variant: Variant, device: torch.device, max_tokens: int
     ) -> None:
-        self.config = llama(model).model_copy(update=variant.options)
-        self.config = LlamaConfig.model_validate(self.config.model_dump())
+        self.config = llama({**model, **variant.options})
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.llama = Llama(self.config, device=device, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.cases import EPSILON
+from benchmarks.cases import clipped_losses
 from benchmarks.trl import import_trl
 from benchmarks.update_cases import GROUP
 from fastrl.data.advantages import with_group_advantages
@@ -71,7 +71,5 @@ class PeerUpdate:
         learned = targets[:, 1:] != -100
         advantages = torch.tensor([document.advantage for document in documents])
         advantages = advantages.to(self.device)[:, None]
-        ratio = (logprobs - logprobs.detach()).exp()
-        clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
-        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        losses = clipped_losses(logprobs - logprobs.detach(), advantages)
         return (losses * learned).sum() / num_labels

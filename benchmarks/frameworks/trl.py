@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,16 @@ def grpo_step(
     for rank in split:
         for numbers in rank:
             piece = recorded.piece(numbers)
-            state = grpo_state(trainer_class, piece, settings, loss_type, len(rank), len(split))
+            state = trainer_state(
+                trainer_class,
+                settings,
+                loss_type,
+                piece.statistics,
+                LIMIT,
+                corrects="vllm_importance_sampling_mode" in settings,
+                micro_batches=len(rank),
+                ranks=len(split),
+            )
             labels = recorded.num_labels
             if settings["steps_in_generation"] == 2:
                 labels += OTHER_STEP
@@ -62,15 +72,29 @@ def grpo_step(
     return total
 
 
-def grpo_state(
+def trainer_state(
     trainer_class: Any,
-    piece: Piece,
     settings: dict[str, Any],
     loss_type: str,
-    micro_batches: int,
-    ranks: int,
+    statistics: Callable[[], tuple[Tensor, Tensor]],
+    max_length: int,
+    *,
+    corrects: bool,
+    micro_batches: int = 1,
+    ranks: int = 1,
 ) -> SimpleNamespace:
-    """A trainer's attributes."""
+    """A trainer's attributes.
+
+    Args:
+        trainer_class: whose methods are run.
+        settings: all of `DEFAULTS`.
+        loss_type: of TRL's config.
+        statistics: gives log-probabilities and entropies [B, C].
+        max_length: of a completion.
+        corrects: whether the loss gets weights for the mismatch with the sampler.
+        micro_batches: of an optimizer step.
+        ranks: of the data axis.
+    """
     steps_per_generation = micro_batches * settings["steps_in_generation"]
     state = SimpleNamespace(
         **settings,
@@ -81,12 +105,12 @@ def grpo_state(
         aux_loss_enabled=False,
         use_adaptive_entropy=False,
         _entropy_bonus_enabled=settings["entropy_coef"] != 0,
-        use_vllm="vllm_importance_sampling_mode" in settings,
-        vllm_importance_sampling_correction="vllm_importance_sampling_mode" in settings,
+        use_vllm=corrects,
+        vllm_importance_sampling_correction=corrects,
         current_gradient_accumulation_steps=micro_batches,
-        max_completion_length=LIMIT,
+        max_completion_length=max_length,
         _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (*piece.statistics(), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (*statistics(), None),
         get_off_policy_mask=trainer_class.get_off_policy_mask,
         get_gamma_weights=trainer_class.get_gamma_weights,
     )
@@ -132,15 +156,28 @@ def rollout_ratio(
     vllm_importance_sampling_clip_max: float = 2.0,
     **_: Any,
 ) -> Tensor:
-    """The weights, an input of the loss, as TRL's generation makes them (in no function)."""
-    level, mode = vllm_importance_sampling_mode.split("_")
+    """The weights that are an input of the loss."""
     difference = (piece.column("logprobs") - piece.column("rollout_logprobs")) * piece.mask
-    if level == "sequence":
+    return importance_weights(
+        difference,
+        vllm_importance_sampling_mode,
+        vllm_importance_sampling_clip_min,
+        vllm_importance_sampling_clip_max,
+    )
+
+
+def importance_weights(
+    difference: Tensor,  # [B, C], 0 at what is not learned from
+    mode: str,
+    low: float | None,
+    high: float,
+) -> Tensor:  # [B, C] or [B, 1]
+    """The weights of log-ratios, as TRL's generation makes them (in no function)."""
+    low = low or 0.0
+    if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
-    low = vllm_importance_sampling_clip_min or 0.0
-    high = vllm_importance_sampling_clip_max
     ratio = difference.exp()
-    if mode == "truncate":
+    if mode.endswith("truncate"):
         return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fastrl.data.documents import Document, DocumentError
-from fastrl.data.prefixes import bundled_runs
+from fastrl.data.prefixes import Run, bundled_runs, single_runs
 
 
 def pack_documents(
@@ -51,22 +51,31 @@ def pack_numbers(
     """As `pack_documents`, the 0-based numbers of the documents of each pack, increasing."""
     if order not in ("first_fit_decreasing", "in_order"):
         raise ValueError(f"`order` must be 'first_fit_decreasing' or 'in_order', got {order!r}")
-    check_lengths(documents, max_tokens)
-    pack = _first_fit_decreasing if order == "first_fit_decreasing" else _in_order
-    if not share_prefixes:
-        return pack([len(document.tokens) for document in documents], max_tokens)
-    bundles = bundled_runs(documents, max_tokens)
-    packs = pack([sum(run.num_tokens for run in bundle) for bundle in bundles], max_tokens)
+    pack = first_fit_decreasing if order == "first_fit_decreasing" else _in_order
+    bundles = bundles_of(documents, max_tokens, share_prefixes=share_prefixes)
+    packs = pack([size_of(bundle) for bundle in bundles], max_tokens)
     return [sorted(run.number for number in some for run in bundles[number]) for some in packs]
 
 
-def check_lengths(documents: Sequence[Document], max_tokens: int) -> None:
-    """Refuses a document of more than `max_tokens` tokens."""
+def bundles_of(
+    documents: Sequence[Document], max_tokens: int, *, share_prefixes: bool
+) -> list[list[Run]]:
+    """What stays together in a pack: each document by itself, or those that share tokens.
+
+    Raises:
+        DocumentError: for a document that is too long.
+    """
     for number, document in enumerate(documents):
         if len(document.tokens) > max_tokens:
             got = len(document.tokens)
             problem = f"must have at most {max_tokens} entries (`max_tokens`), got {got}"
             raise DocumentError(number, "tokens", problem)
+    return bundled_runs(documents, max_tokens) if share_prefixes else single_runs(documents)
+
+
+def size_of(bundle: Sequence[Run]) -> int:
+    """The tokens that a bundle takes room for."""
+    return sum(run.num_tokens for run in bundle)
 
 
 def _in_order(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -81,8 +90,8 @@ def _in_order(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """First fit through a tree of the largest room below each node: N log N for N documents."""
+def first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """The numbers of each pack, by a tree of the largest room below each node: N log N for N."""
     num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [max_tokens] * (2 * num_leaves)
     packs: list[list[int]] = [[] for _ in lengths]

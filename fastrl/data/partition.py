@@ -15,8 +15,8 @@ from typing import Any
 
 from fastrl.data.columns import PER_TOKEN
 from fastrl.data.documents import Document
-from fastrl.data.packing import pack_documents, pack_numbers
-from fastrl.data.prefixes import Run, bundled_runs, prefix_runs
+from fastrl.data.packing import bundles_of, first_fit_decreasing, pack_documents, size_of
+from fastrl.data.prefixes import Run, prefix_runs, single_runs
 from fastrl.data.prompt_groups import group_numbers
 
 Work = Callable[[Document, int], float]
@@ -112,40 +112,43 @@ def balance_micro_batches(
         work: of a document.
         share_prefixes: as in `pack_documents`.
     """
-    count = max(
-        len(pack_numbers(part, max_tokens, share_prefixes=share_prefixes)) for part in parts
-    )
-    bundles = [
-        bundled_runs(part, max_tokens) if share_prefixes else _single(part) for part in parts
+    bundles = [bundles_of(part, max_tokens, share_prefixes=share_prefixes) for part in parts]
+    works = [
+        [_work_of(bundle, part, work) for bundle in each]
+        for part, each in zip(parts, bundles, strict=True)
     ]
+    count = max(
+        len(first_fit_decreasing([size_of(bundle) for bundle in each], max_tokens))
+        for each in bundles
+    )
     while True:
         ranks = [
-            _packs_of_equal_work(part, each, count, max_tokens, work)
-            for part, each in zip(parts, bundles, strict=True)
+            _packs_of_equal_work(*each, count, max_tokens)
+            for each in zip(bundles, works, strict=True)
         ]
         found = [packs for packs in ranks if packs is not None]
         if len(found) == len(ranks):
-            return found
+            return [
+                [[part[number] for number in numbers] for numbers in packs]
+                for part, packs in zip(parts, found, strict=True)
+            ]
         count += 1
 
 
 def _packs_of_equal_work(
-    documents: Sequence[Document],
-    bundles: Sequence[Sequence[Run]],
-    count: int,
-    max_tokens: int,
-    work: Work,
-) -> list[list[Document]] | None:
+    bundles: Sequence[Sequence[Run]], works: Sequence[float], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """At most `count` packs of about as much work each; None where they have no room for that.
 
     The bundle with the most work goes first, each to the pack with the least so far that has room.
-    Documents keep their order inside a pack.
+
+    Returns:
+        The numbers of the documents of each pack, increasing.
     """
-    works = [_work_of(bundle, documents, work) for bundle in bundles]
     totals, tokens = [0.0] * count, [0] * count
     packs: list[list[int]] = [[] for _ in range(count)]
     for number in sorted(range(len(bundles)), key=lambda number: -works[number]):
-        length = sum(run.num_tokens for run in bundles[number])
+        length = size_of(bundles[number])
         fitting = [pack for pack in range(count) if tokens[pack] + length <= max_tokens]
         if not fitting:
             return None
@@ -154,23 +157,18 @@ def _packs_of_equal_work(
         totals[pack] += works[number]
         tokens[pack] += length
     order = sorted((pack for pack in range(count) if packs[pack]), key=lambda pack: -totals[pack])
-    return [[documents[number] for number in sorted(packs[pack])] for pack in order]
+    return [sorted(packs[pack]) for pack in order]
 
 
 def _work_of(runs: Sequence[Run], documents: Sequence[Document], work: Work) -> float:
     return sum(work(documents[run.number], run.num_shared) for run in runs)
 
 
-def _single(documents: Sequence[Document]) -> list[list[Run]]:
-    """Each document by itself."""
-    return [[Run(number, 0, len(each.tokens))] for number, each in enumerate(documents)]
-
-
 def _whole_groups(documents: Sequence[Document]) -> list[list[Run]]:
     """The documents of each group, which share nothing."""
     groups: dict[int, list[Run]] = {}
     numbers = group_numbers([document.group_id for document in documents])
-    for number, (run,) in zip(numbers, _single(documents), strict=True):
+    for number, (run,) in zip(numbers, single_runs(documents), strict=True):
         groups.setdefault(number, []).append(run)
     return list(groups.values())
 

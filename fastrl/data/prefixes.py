@@ -55,6 +55,11 @@ def prefix_runs(documents: Sequence[Document]) -> list[list[Run]]:
     return _runs(numbers, [len(document.tokens) for document in documents], prefix)
 
 
+def single_runs(documents: Sequence[Document]) -> list[list[Run]]:
+    """Each document by itself, sharing nothing."""
+    return [[Run(number, 0, len(each.tokens))] for number, each in enumerate(documents)]
+
+
 def bundled_runs(documents: Sequence[Document], max_tokens: int) -> list[list[Run]]:
     """The runs of each prompt group in bundles of at most `max_tokens` tokens, depth first.
 

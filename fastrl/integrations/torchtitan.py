@@ -19,6 +19,7 @@ from torchtitan.config import CompileConfig
 
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs
+from fastrl.integrations.layer_call import replaced_forward
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 
 
@@ -184,11 +185,8 @@ def _run(
         assert output.loss is not None
         return output.loss
 
-    layer.forward = forward
-    try:
+    with replaced_forward(layer, forward, otherwise="train with torchtitan's own loss"):
         loss = layer(hidden_states)
-    finally:
-        del layer.forward
     return HeadOutput(loss, found[0].metrics, None, None, found[0].strategy)
 
 

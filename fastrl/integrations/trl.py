@@ -22,6 +22,7 @@ from trl.trainer import utils
 
 from fastrl.functional.head.extra_statistics import StatisticName
 from fastrl.functional.linear_logprobs import linear_logprobs
+from fastrl.integrations.layer_call import autocast_dtype
 
 OLDEST_TRL = "1.15"
 NAME = "_ChunkedLogProbFunction"
@@ -147,7 +148,7 @@ class LinearLogprobs:
             logit_scale=logit_scale,
             entropy="entropy" in outputs,
             statistics=[STATISTICS[name] for name in names],
-            compute_dtype=_operand_dtype(hidden),
+            compute_dtype=autocast_dtype(hidden.device) or hidden.dtype,  # as TRL's function
             rows=torch.arange(targets.shape[0], device=targets.device),
             drop_inactive_rows=True,
         )
@@ -160,12 +161,6 @@ class LinearLogprobs:
             None if mean_logit is None else mean_logit.detach(),
             result.is_argmax,
         )
-
-
-def _operand_dtype(hidden: Tensor) -> torch.dtype:
-    """That of autocast where it is on, as in TRL's function."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 @torch.no_grad()

@@ -230,19 +230,19 @@ class Phase:
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = step.finish(llama.lm_head.loss_groups)
         values = {**totals, "grad_norm": norm}
-        # All numbers in one transfer, the only wait for the device in an update: the counts that
-        # are read below were there before.
-        numbers = torch.stack([value.double() for value in values.values()]).tolist()
+        counts = (step.counts.num_labels_in_batch, step.counts.num_documents_in_batch)
+        # All numbers in one transfer, the only host synchronisation of an update.
+        zero = torch.zeros((), dtype=torch.float64, device=norm.device)
+        on_device = torch.stack([zero + value for value in (*values.values(), *counts)])
+        *numbers, labels, documents = on_device.tolist()
         result = dict(zip(values, numbers, strict=True))
-        labels = int(step.counts.num_labels_in_batch)
-        documents = int(step.counts.num_documents_in_batch)
         is_skipped = not math.isfinite(result["grad_norm"])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             llama.lm_head.end_step(result)
         result["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         result["single_pass"] = strategies.count("single_pass") / len(strategies)
-        return UpdateMetrics(result, labels, documents, is_skipped)
+        return UpdateMetrics(result, int(labels), int(documents), is_skipped)
 
     def _work(self, document: Document, num_shared: int) -> float:
         """Floating-point operations of a document."""

@@ -8,31 +8,18 @@ import pytest
 import torch
 
 from fastrl import HeadOutput, OptimizerStep
-from fastrl.environments import Problem
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
 from fastrl.training.context import RunContext, build_context
-from fastrl.training.environment import RunEnvironment, Scores
+from fastrl.training.environment import Scores
 from fastrl.training.phases import Phase
 from fastrl.training.step_metrics import UpdateMetrics
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 
+pytestmark = pytest.mark.usefixtures("lively_rewards")
+
 GSPO = "phases.1.losses={policy: {type: gspo, epsilon_low: 0.02, epsilon_high: 0.03}}"
-
-
-@pytest.fixture(autouse=True)
-def _lively_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An untrained model is never right: rewards that differ between any two answers."""
-
-    def score(
-        _: RunEnvironment, problems: Sequence[Problem], answers: Sequence[str | None]
-    ) -> Scores:
-        pairs = zip(problems, answers, strict=True)
-        texts = [problem.prompt + str(answer) for problem, answer in pairs]
-        return Scores([sum(map(ord, text)) % 7 / 6 for text in texts], {})
-
-    monkeypatch.setattr(RunEnvironment, "score", score)
 
 
 def _give_rewards(

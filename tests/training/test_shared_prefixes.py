@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,25 +10,11 @@ import torch
 
 from fastrl import TokenBatch
 from fastrl.config.base import ConfigError
-from fastrl.environments import Problem
-from fastrl.training.environment import RunEnvironment, Scores
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 
+pytestmark = pytest.mark.usefixtures("lively_rewards")
+
 SHARES = "phases.1.share_prefixes=true"
-
-
-@pytest.fixture(autouse=True)
-def _lively_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An untrained model is never right: rewards that differ between any two answers."""
-
-    def score(
-        _: RunEnvironment, problems: Sequence[Problem], answers: Sequence[str | None]
-    ) -> Scores:
-        pairs = zip(problems, answers, strict=True)
-        texts = [problem.prompt + str(answer) for problem, answer in pairs]
-        return Scores([sum(map(ord, text)) % 7 / 6 for text in texts], {})
-
-    monkeypatch.setattr(RunEnvironment, "score", score)
 
 
 def _train(

@@ -7,7 +7,7 @@ logits and differentiates the function by autograd (8 T D V in all).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadCall, scatter_rows
+from fastrl.functional.head.call import HeadCall, WeightPart, scatter_rows
 from fastrl.functional.head.matmul import add_matmul_, matmul
 from fastrl.functional.head.running import finite_or_zero
 from fastrl.functional.head.sharding import (
@@ -132,7 +132,7 @@ class _FullRows(torch.autograd.Function):
         outputs = torch.empty(num_outputs, num_rows, dtype=call.dtype, device=weight.device)
         for chunk in _chunks(call, call.rows):
             rows = call.rows[chunk]
-            products = _products(call, hidden[rows])
+            products = _products(call.parts, hidden[rows])
             outputs[:, chunk] = function(_logit_rows(products, call, rows))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.save_for_backward(hidden_states, weight, bias, low_rank_weight)
@@ -148,31 +148,34 @@ class _FullRows(torch.autograd.Function):
         dtype = call.dtype
         needs_hidden, needs_weight, needs_bias, needs_low_rank = ctx.needs_input_grad[:4]
         grad_hidden = HiddenGradient(call) if needs_hidden else None
-        needs = (needs_weight, needs_low_rank)
+        needs, parts = (needs_weight, needs_low_rank), call.parts
         grad_weights = [
             torch.zeros_like(part.weight, dtype=dtype) if needed else None
-            for part, needed in zip(call.parts, needs, strict=False)
+            for part, needed in zip(parts, needs, strict=False)
         ]
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         gradient_rows = rows_with_gradient(call, ctx.gradient_rows, *grads[0])
         for chunk in _chunks(call, gradient_rows):
             rows = gradient_rows[chunk]
             with torch.enable_grad():
-                products = _products(call, hidden[rows]).detach().requires_grad_()
+                of_chunk = hidden[rows]
+                products = _products(parts, of_chunk).detach().requires_grad_()
                 outputs = ctx.function(_logit_rows(products, call, rows))
             (grad,) = torch.autograd.grad(outputs, products, grads[0][:, rows])
             if grad_hidden is not None:
-                of_parts = [matmul(grad, part.weight.to(dtype)) for part in call.parts]
-                grad_hidden.write(rows, torch.cat(of_parts, dim=1))
-            for part, total in zip(call.parts, grad_weights, strict=True):
+                of_parts = [matmul(grad, part.weight.to(dtype)) for part in parts]
+                grad_hidden.write(
+                    rows, of_parts[0] if len(parts) == 1 else torch.cat(of_parts, dim=1)
+                )
+            for part, total in zip(parts, grad_weights, strict=True):
                 if total is not None:
-                    add_matmul_(total, grad.t(), hidden[rows][:, part.columns].to(dtype))
+                    add_matmul_(total, grad.t(), of_chunk[:, part.columns].to(dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            del products, outputs, grad  # before those of the next chunk are allocated
+            del products, outputs, grad, of_chunk  # before those of the next chunk are allocated
         finished = [
             finish_weight_gradient(total, part.gradient_dtype, call.groups)
-            for part, total in zip(call.parts, grad_weights, strict=True)
+            for part, total in zip(parts, grad_weights, strict=True)
         ]
         return (
             None if grad_hidden is None else grad_hidden.finish(),
@@ -183,9 +186,9 @@ class _FullRows(torch.autograd.Function):
         )
 
 
-def _products(call: HeadCall, hidden: Tensor) -> Tensor:  # [R, D + r] -> [R, V]
+def _products(parts: Sequence[WeightPart], hidden: Tensor) -> Tensor:  # [R, D + r] -> [R, V]
     """h W^T, with that of a low-rank part."""
-    products = [matmul(hidden[:, part.columns], part.weight.t()) for part in call.parts]
+    products = [matmul(hidden[:, part.columns], part.weight.t()) for part in parts]
     return products[0] if len(products) == 1 else products[0].add_(products[1])
 
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
+from fastrl.integrations.layer_call import autocast_dtype, layer_operands
 from fastrl.integrations.transformers.layout import Layout, model_inputs, packed_hidden_states
 from fastrl.integrations.transformers.output_layer import (
     Model,
     call_options,
-    head_operands,
     output_layer,
     replaced,
 )
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
+from fastrl.layers.losses.base import at_least_one
 
 # The attribute of a model with a head; not a submodule, so that no name of a parameter changes.
 STATE = "_fastrl_attached"
@@ -86,8 +87,8 @@ def run_head(
         output: HeadOutput = attached.head(
             packed_hidden_states(hidden_states, batch, layout),
             batch,
-            **head_operands(layer),
-            compute_dtype=_autocast_dtype(hidden_states.device),
+            **layer_operands(layer),
+            compute_dtype=autocast_dtype(hidden_states.device),
             **options,
         )
         if output.loss is None:
@@ -156,13 +157,6 @@ def _prefix_problem(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast would run the output layer; None without."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
 def _with_auxiliary(
     output: HeadOutput, loss: Tensor, auxiliary: Tensor, model: Model, batch: BatchKwargs
 ) -> HeadOutput:
@@ -175,9 +169,8 @@ def _with_auxiliary(
             f"{type(model).__name__} must say by {list(_COEFFICIENTS)} what its auxiliary loss is"
             " multiplied by, but does not; set `config.output_router_logits` to False."
         )
-    labels = batch.num_labels_in_batch
-    labels = labels.clamp(min=1) if isinstance(labels, Tensor) else max(labels, 1)
-    mean = auxiliary * (len(batch.rows_with_labels) / labels)
+    share = len(batch.rows_with_labels) / at_least_one(batch.num_labels_in_batch)
+    mean = auxiliary * share
     return replace(
         output,
         loss=loss + coefficients[0] * mean.to(loss.dtype),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fastrl.integrations.layer_call import replaced_forward
 
 # Magnitudes of the logits at which the model is asked what it makes of them; the first is small
 # enough for a soft cap to be linear, the last saturates any.
@@ -65,41 +67,9 @@ def output_layer(model: Model) -> nn.Module:
     return layer
 
 
-def head_operands(layer: nn.Module) -> dict[str, Any]:
-    """`weight` and `bias` for the head, inside the layer's call: its hooks have run already."""
-    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
-        return {"weight": layer.weight, "bias": layer.bias}
-    return {"weight": layer}
-
-
-@contextmanager
-def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Lets `layer` give `forward(hidden_states)` where the model asks it for logits.
-
-    While `forward` runs the layer is itself, with its weights gathered where a hook does that.
-
-    Raises:
-        ValueError: something else has replaced its `forward` already.
-    """
-    if "forward" in layer.__dict__:
-        raise ValueError(
-            f"The output layer {type(layer).__name__} must have its own forward, but it is replaced"
-            f" by {layer.__dict__['forward']}, as accelerate's offloading does; keep the layer on"
-            " one device."
-        )
-
-    def once(hidden_states: Tensor) -> Tensor:
-        del layer.__dict__["forward"]
-        try:
-            return forward(hidden_states)
-        finally:
-            layer.__dict__["forward"] = once
-
-    layer.__dict__["forward"] = once
-    try:
-        yield
-    finally:
-        del layer.__dict__["forward"]
+def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    """Lets `layer` give `forward(hidden_states)` where the model asks it for logits."""
+    return replaced_forward(layer, forward, otherwise="keep the layer on one device")
 
 
 def read_logit_rule(

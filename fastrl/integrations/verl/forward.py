@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -15,6 +14,7 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
 from fastrl.functional.head.extra_statistics import StatisticName
 from fastrl.functional.linear_logprobs import linear_logprobs
+from fastrl.integrations.layer_call import autocast_dtype, layer_operands, replaced_forward
 from fastrl.integrations.verl.logits import LogitOptions, logit_options
 
 _verl_fused_forward = FusedLinearForPPO.forward
@@ -80,39 +80,22 @@ def fused_forward(
         request = HeadRequest(request)
     model = _model.get()
     if model is None:
-        return _statistics(hidden_states, vocab_weights, None, input_ids, request, LogitOptions())
+        operands = {"weight": vocab_weights}
+        return _statistics(hidden_states, operands, input_ids, request, LogitOptions())
     layer: Any = model.get_output_embeddings()  # type: ignore[operator]
     options = logit_options(model.config)
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        if type(layer).forward is nn.Linear.forward:
-            return _statistics(hidden, layer.weight, layer.bias, input_ids, request, options)
-        return _statistics(hidden, layer, None, input_ids, request, options)
+        return _statistics(hidden, layer_operands(layer), input_ids, request, options)
 
-    with _in_place_of_forward(layer, forward):
+    with replaced_forward(layer, forward, otherwise="set `use_fused_kernels: false`"):
         result: tuple[Tensor, Tensor | None] = layer(hidden_states)
     return result
 
 
-@contextmanager
-def _in_place_of_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A call of `layer` runs `forward`, inside its hooks: FSDP gathers the weight in one."""
-    if "forward" in vars(layer):
-        raise ValueError(
-            f"the output layer must have the forward of its class, got a {type(layer).__name__}"
-            " whose forward was replaced, as offloading does; set `use_fused_kernels: false`."
-        )
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        del layer.forward
-
-
 def _statistics(
     hidden_states: Tensor,  # [..., D]
-    weight: Tensor | nn.Module,
-    bias: Tensor | None,
+    operands: Mapping[str, Any],
     labels: Tensor,  # [...]
     request: HeadRequest,
     options: LogitOptions,
@@ -121,17 +104,15 @@ def _statistics(
     temperature = request.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(labels.shape).contiguous()
-    kind = hidden_states.device.type
     names: tuple[StatisticName, ...] = ("sum_squares",) if request.sum_squares else ()
     statistics = linear_logprobs(
         hidden_states,
-        weight,
-        labels.to(torch.int64),
-        bias=bias,
+        labels=labels.to(torch.int64),
+        **operands,
         temperature=temperature,
         entropy=request.entropy,
         statistics=names,
-        compute_dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        compute_dtype=autocast_dtype(hidden_states.device),
         # All slots have a label here; the loss's mask leaves those without gradient out.
         rows=torch.arange(labels.numel(), device=labels.device),
         drop_inactive_rows=True,

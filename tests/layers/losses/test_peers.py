@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.frameworks.trl import DEFAULTS, accelerator, importance_weights, trainer_state
 from fastrl import BatchKwargs, TokenStatistics
 from tests.helpers.loss_cases import LossCase, pack, policy_documents, random_statistics
 from tests.helpers.loss_cases import preference_documents as pair_documents
@@ -71,15 +72,7 @@ class Padded:
 
 
 # TRL's, on one process.
-ACCELERATOR = SimpleNamespace(
-    device="cpu",
-    num_processes=1,
-    sync_gradients=True,
-    gather=lambda value: value,
-    gather_for_metrics=lambda value: value,
-    reduce=lambda value, reduction: value,
-    pad_across_processes=lambda value, dim, pad_index: value,
-)
+ACCELERATOR = accelerator(1)
 
 
 def padded(documents: list[Any], with_old: bool = True) -> Padded:
@@ -220,24 +213,7 @@ def computed_loss(
 ) -> Tensor:
     entropy, logprobs = data.statistics.entropy, data.statistics.logprobs
     assert entropy is not None
-    settings = {
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "delta": None,
-        "beta": 0.0,
-        "use_bias_correction_kl": True,
-        "importance_sampling_level": "token",
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "entropy_coef": 0.0,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-        "steps_per_generation": 1,
-    } | settings
+    settings = DEFAULTS | settings
     inputs = data.inputs() | {
         "old_per_token_logps": data.optional("old_logprobs"),
         "ref_per_token_logps": data.column("ref_logprobs"),
@@ -248,45 +224,19 @@ def computed_loss(
         old = data.optional("old_logprobs")
         old = data.pad(logprobs.detach()) if old is None else old
         difference = (old - data.column("rollout_logprobs")) * data.mask
-        inputs["importance_sampling_ratio"] = trl_rollout_ratio(difference, settings)
-    trainer = SimpleNamespace(
-        **settings,
-        args=SimpleNamespace(**settings),
-        loss_type=loss_type,
-        model=SimpleNamespace(training=True),
-        accelerator=ACCELERATOR,
-        aux_loss_enabled=False,
-        use_adaptive_entropy=False,
-        _entropy_bonus_enabled=settings["entropy_coef"] != 0,
-        use_vllm="mode" in settings,
-        vllm_importance_sampling_correction="mode" in settings,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=MAX_LENGTH,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            data.pad(logprobs),
-            data.pad(entropy),
-            None,
-        ),
-        get_off_policy_mask=trainer_class.get_off_policy_mask,
-        get_gamma_weights=trainer_class.get_gamma_weights,
-    )
-    trainer.get_high_entropy_mask = lambda *args: trainer_class.get_high_entropy_mask(
-        trainer, *args
+        bounds = (settings["low"], settings["high"])
+        weights = importance_weights(difference, settings["mode"], *bounds)
+        inputs["importance_sampling_ratio"] = weights
+    trainer = trainer_state(
+        trainer_class,
+        settings,
+        loss_type,
+        lambda: (data.pad(logprobs), data.pad(entropy)),
+        MAX_LENGTH,
+        corrects="mode" in settings,
     )
     loss: Tensor = trainer_class._compute_loss(trainer, None, inputs)
     return loss
-
-
-def trl_rollout_ratio(difference: Tensor, settings: dict[str, Any]) -> Tensor:
-    """TRL's importance weights as its generation step makes them (it is no method of its own)."""
-    if settings["mode"].startswith("sequence"):
-        difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
-    if settings["mode"].endswith("truncate"):
-        return ratio.clamp(settings["low"], settings["high"])
-    low = settings["low"] or 0.0
-    return ratio.masked_fill((ratio < low) | (ratio > settings["high"]), 0.0)
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
