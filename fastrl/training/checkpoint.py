@@ -1,7 +1,7 @@
 """Checkpoints of a run: Hugging Face folders, each with the state that a resumption needs.
 
     RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, the files of the
-                                                  tokenizer, trainer.pt
+                                                  tokenizer, trainer/ (`trainer_state`)
     RUN/checkpoints/latest                        name of the last complete one
 
 A folder appears under its name when it is complete.
@@ -9,53 +9,17 @@ A folder appears under its name when it is complete.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fastrl.config.base import UserError
 from fastrl.models.checkpoint import save_llama
 from fastrl.models.llama import Llama
+from fastrl.training.trainer_state import TrainerState, write_trainer_state
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST_FILE = "latest"
-TRAINER_FILE = "trainer.pt"
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """The progress of a run.
-
-    Attributes:
-        phase: index of the phase.
-        phase_step: steps done in it.
-        step: steps done in the run.
-        position: of the phase's data source.
-        seconds: that the run took so far.
-        rewards: held-out reward before each phase that has begun.
-        optimizer: its state dict; None before the phase's first checkpoint.
-        reference: weights of the frozen reference policy, if the phase has one.
-        entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
-        problems: digest of the environment's problems; empty without an environment.
-        skipped_in_a_row: the phase's last updates that were left out, one after another.
-    """
-
-    phase: int = 0
-    phase_step: int = 0
-    step: int = 0
-    position: int = 0
-    seconds: float = 0.0
-    rewards: tuple[float, ...] = ()
-    optimizer: dict[str, Any] | None = None
-    reference: dict[str, torch.Tensor] | None = None
-    entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
-    problems: str = ""
-    skipped_in_a_row: int = 0
 
 
 def save_checkpoint(
@@ -98,7 +62,7 @@ def save_checkpoint(
         save_llama(llama, temporary)
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-        _save_state(state, temporary / TRAINER_FILE)
+        write_trainer_state(state, temporary)
         temporary.rename(target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -116,13 +80,6 @@ def save_checkpoint(
     return target
 
 
-def _save_state(state: TrainerState, file: Path) -> None:
-    try:
-        torch.save(vars(state), file)
-    except RuntimeError as error:  # how torch reports a failed write
-        raise OSError(f"{file}: {error} (is the disk full?)") from error
-
-
 def latest_checkpoint(run_dir: Path) -> Path:
     """The folder of a run's latest checkpoint.
 
@@ -135,18 +92,3 @@ def latest_checkpoint(run_dir: Path) -> Path:
             f"{run_dir}: must be the folder of a run with a checkpoint, has no {latest}"
         )
     return latest.parent / latest.read_text(encoding="utf-8").strip()
-
-
-def load_trainer_state(checkpoint: Path) -> TrainerState:
-    """The trainer's state in a checkpoint.
-
-    Raises:
-        UserError: the file is missing or malformed.
-    """
-    file = checkpoint / TRAINER_FILE
-    try:
-        return TrainerState(**torch.load(file, weights_only=True, map_location="cpu"))
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file") from error
-    except (RuntimeError, TypeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{file}: must be the state of a trainer: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +81,36 @@ def apply_update(
     return norm
 
 
-def load_optimizer(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
-    """Loads a state dict with whole tensors, written by any number of processes."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def optimizer_state(
+    optimizer: torch.optim.AdamW, names: Sequence[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Moments and step of each parameter, which are not whole for a sharded one.
+
+    Args:
+        optimizer: from `build_optimizer`.
+        names: of its parameters, in its order.
+    """
+    states = optimizer.state_dict()["state"]
+    return {names[index]: dict(state) for index, state in states.items()}
+
+
+def load_optimizer(
+    optimizer: torch.optim.AdamW,
+    names: Sequence[str],
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Loads the whole tensors of `optimizer_state`, written by any number of processes.
+
+    The hyperparameters stay those of `optimizer`.
+    """
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
     sharded = {
         index: {
-            name: shard_like(value.to(parameters[index].device), parameters[index])
-            if isinstance(value, Tensor) and value.ndim
-            else value
-            for name, value in values.items()
+            part: shard_like(tensor.to(parameter.device), parameter) if tensor.ndim else tensor
+            for part, tensor in state[name].items()
         }
-        for index, values in state["state"].items()
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+        if name in state
     }
-    optimizer.load_state_dict({**state, "state": sharded})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": sharded})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from fastrl.config.base import UserError
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchKwargs, TokenBatch
@@ -24,15 +25,20 @@ from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import reduce_gradients
 from fastrl.parallel import group_rank, group_size
-from fastrl.training.checkpoint import TrainerState
 from fastrl.training.context import RunContext
-from fastrl.training.optimizer import apply_update, build_optimizer, load_optimizer
+from fastrl.training.optimizer import (
+    apply_update,
+    build_optimizer,
+    load_optimizer,
+    optimizer_state,
+)
 from fastrl.training.order import seeded
 from fastrl.training.processes import frozen_copy, full_state, load_full_weights
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
 from fastrl.training.sampled_rollouts import SampledRollouts
 from fastrl.training.step_metrics import UpdateMetrics, combine_updates
+from fastrl.training.trainer_state import TrainerState, trained_names
 
 
 @dataclass(frozen=True)
@@ -110,26 +116,54 @@ class Phase:
         )
 
     def restore(self, state: TrainerState) -> None:
-        """Resumes from a checkpoint of this phase, whose weights have been loaded."""
+        """Resumes from a checkpoint of this phase, whose weights have been loaded.
+
+        Raises:
+            UserError: a reference or entropy bonuses that are not those of the phase; nothing has
+                been changed then.
+        """
         assert state.optimizer is not None
+        self._check(state)
         self.steps_done = state.phase_step
         self.skipped_in_a_row = state.skipped_in_a_row
         self.source.items.position = state.position
-        load_optimizer(self.optimizer, state.optimizer)
+        load_optimizer(self.optimizer, trained_names(self._context.llama), state.optimizer)
         for name, loss in self._policy_losses().items():
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
             assert state.reference is not None
             load_full_weights(self.reference, state.reference)
 
+    def _check(self, state: TrainerState) -> None:
+        """Refuses what a checkpoint of this phase cannot hold."""
+        if (self.reference is None) != (state.reference is None):
+            needs = "no" if self.reference is None else "a"
+            raise UserError(f"checkpoint: phase `{self.name}` must have {needs} reference policy")
+        losses = self._policy_losses()
+        if set(losses) != set(state.entropy_bonus):
+            raise UserError(
+                f"checkpoint: `entropy_bonus` must be of the losses {sorted(losses)} of phase "
+                f"`{self.name}`, is of {sorted(state.entropy_bonus)}"
+            )
+        for name, loss in losses.items():
+            bonus, factor = loss.entropy_bonus, state.entropy_bonus[name]["factor"]
+            bounds = [bonus.factor]
+            if bonus.adaptive is not None:
+                bounds += [bonus.adaptive.low, bonus.adaptive.high]
+            if not min(bounds) <= factor <= max(bounds):
+                raise UserError(
+                    f"checkpoint: `entropy_bonus.{name}.factor` must be from {min(bounds)} to "
+                    f"{max(bounds)}, as the config says, got {factor}"
+                )
+
     def state(self, before: TrainerState) -> TrainerState:
         """The run's state with what `restore` needs; all ranks must call."""
-        losses = self._policy_losses()
+        losses, reference, llama = self._policy_losses(), self.reference, self._context.llama
         return replace(
             before,
             position=self.source.items.position,
-            optimizer=full_state(self.optimizer.state_dict()),
-            reference=None if self.reference is None else full_state(self.reference.state_dict()),
+            optimizer=full_state(optimizer_state(self.optimizer, trained_names(llama))),
+            reference=None if reference is None else full_state(dict(reference.named_parameters())),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
             skipped_in_a_row=self.skipped_in_a_row,
         )

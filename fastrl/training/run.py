@@ -13,12 +13,7 @@ from rich.console import Console
 from fastrl.config import RunConfig, UserError, load_config, save_config
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import LoggingConfig
-from fastrl.training.checkpoint import (
-    TrainerState,
-    latest_checkpoint,
-    load_trainer_state,
-    save_checkpoint,
-)
+from fastrl.training.checkpoint import latest_checkpoint, save_checkpoint
 from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.environment import RunEnvironment
@@ -30,6 +25,7 @@ from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
+from fastrl.training.trainer_state import TrainerState, is_format_1, read_trainer_state
 
 CONFIG_FILE = "config.yaml"
 
@@ -58,7 +54,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     _check_packages(config.logging)
     context = build_context(config, checkpoint=checkpoint, distributed=True)
     is_main = context.processes.is_main
-    state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint)
+    state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint, context)
     sources = build_sources(config, context, first=state.phase)
     phase = Phase(config, state.phase, context, sources.pop(state.phase))
     if state.optimizer is not None:
@@ -70,6 +66,10 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     if is_main:
         writer = _open_writer(config, run_dir, phase.name, state, resumes=checkpoint is not None)
     console = Console(quiet=not is_main)
+    if checkpoint is not None and is_format_1(checkpoint):
+        print_line(
+            console, f"{checkpoint.name} is of format 1, without checksums; the next is of 2"
+        )
     display = open_display(console)
     trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
     with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
@@ -128,9 +128,9 @@ def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
     return latest_checkpoint(run_dir)
 
 
-def _state_to_resume(config: RunConfig, checkpoint: Path) -> TrainerState:
+def _state_to_resume(config: RunConfig, checkpoint: Path, context: RunContext) -> TrainerState:
     """The state of a checkpoint, moved to the next phase if its own has ended."""
-    state = load_trainer_state(checkpoint)
+    state = read_trainer_state(checkpoint, config, context.llama)
     has_ended = state.phase_step == config.phases[state.phase].steps
     if not has_ended or state.phase + 1 == len(config.phases):
         return state

@@ -12,9 +12,9 @@ import pytest
 from fastrl.cli import main
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import PythonEnvironmentConfig
-from fastrl.training.checkpoint import TrainerState
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.run import _with_problems
+from fastrl.training.trainer_state import TrainerState
 from tests.helpers.runs import write_tiny
 
 TASK = '''
