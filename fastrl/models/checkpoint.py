@@ -179,6 +179,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: must have a mapping `weight_map` of tensors to files")
+        for file in weight_map.values():
+            if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\\"}:
+                raise UserError(f"{index}: must name files of its folder, names {file!r}")
         files = {name: folder / file for name, file in weight_map.items()}
         held = {file: set(_tensor_names(file)) for file in set(files.values())}
         lost = [name for name, file in files.items() if name not in held[file]]

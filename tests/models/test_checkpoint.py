@@ -287,3 +287,15 @@ def test_vocab_size_of_the_file_is_that_of_the_rows(tmp_path: Path) -> None:
     save_llama(Llama(tiny_config(padded_vocab_size=32)), tmp_path / "model")
     config = read_llama_config(tmp_path / "model")
     assert (VOCAB_SIZE, config.vocab_size, config.padded_vocab_size) == (29, 32, None)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/other.safetensors", "..", "", 3])
+def test_rl10_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
+    folder = tmp_path / "llama"
+    save_llama(Llama(tiny_config()), folder, max_shard_bytes=1)
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text(encoding="utf-8"))
+    values["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(UserError, match="must name files of its folder, names "):
+        load_llama(folder)
