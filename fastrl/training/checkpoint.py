@@ -1,46 +1,51 @@
 """Checkpoints of a run: Hugging Face folders, each with the state that a resumption needs.
 
     RUN/checkpoints/<phase>-<steps of the run>/   config.json, model.safetensors, the files of the
-                                                  tokenizer, trainer/ (`trainer_state`)
+                                                  tokenizer, trainer/ (`trainer_state`) and
+                                                  manifest.json (`manifest`)
     RUN/checkpoints/latest                        name of the last complete one
 
-A folder appears under its name when it is complete.
+A folder appears under its name when it is complete and on the disk.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastrl.config.base import UserError
+from fastrl.config import RunConfig, UserError, load_config
 from fastrl.models.checkpoint import save_llama
 from fastrl.models.llama import Llama
-from fastrl.training.trainer_state import TrainerState, write_trainer_state
+from fastrl.training.manifest import check_manifest, config_digest, is_of_config, write_manifest
+from fastrl.training.trainer_state import TrainerState, is_format_1, write_trainer_state
 
+CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST_FILE = "latest"
 
 
 def save_checkpoint(
     run_dir: Path,
-    phase_name: str,
+    config: RunConfig,
     llama: Llama,
     state: TrainerState,
     *,
     files: Mapping[str, bytes],
-    keep: int,
     writes: bool = True,
 ) -> Path:
-    """Writes a checkpoint, makes it the latest and removes all but the last `keep`.
+    """Writes a checkpoint, makes it the latest and removes all but the last `checkpoint.keep`.
+
+    Only folders that are checkpoints of this run, or were to become one, are removed.
 
     Args:
         run_dir: folder of the run.
-        phase_name: prefix of the checkpoint's name.
+        config: of the run.
         llama: all ranks of a sharded model must call it.
         state: with whole tensors.
         files: contents of further files by name, those of the tokenizer.
-        keep: number of checkpoints that are kept.
         writes: whether this rank writes; the others only contribute their shards.
 
     Returns:
@@ -50,45 +55,150 @@ def save_checkpoint(
         UserError: it cannot be written; nothing is left of it.
     """
     folder = run_dir / CHECKPOINTS_FOLDER
-    target = folder / f"{phase_name}-{state.step:06}"
+    target = folder / f"{config.phase_name(state.phase)}-{state.step:06}"
     temporary = folder / f".{target.name}.partial"
     if not writes:
         save_llama(llama, temporary, writes=False)
         return target
-    for stale in (temporary, target):
-        if stale.exists():  # left by a run that was killed, or that resumed before this step
-            shutil.rmtree(stale)
+    digest = config_digest(config)
+    _remove_partial(folder, config)
     try:
         save_llama(llama, temporary)
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         write_trainer_state(state, temporary)
+        write_manifest(temporary, digest)
+        _sync(temporary)
+        if target in _own_checkpoints(folder, config, digest):
+            shutil.rmtree(target)  # left by a run that resumed before this step
+        if target.exists():
+            raise FileExistsError(None, "the folder is there and not of this run; move it away")
         temporary.rename(target)
+        _write_latest(folder, target.name)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(
             f"{target}: the checkpoint cannot be written: {error.strerror or error}; the run ends "
             "here, and the checkpoints before are as they were"
         ) from error
-    latest = folder / f".{LATEST_FILE}.partial"
-    latest.write_text(f"{target.name}\n", encoding="utf-8")
-    latest.replace(folder / LATEST_FILE)
-    others = [path for path in folder.iterdir() if path.is_dir() and path != target]
-    others.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for old in others[keep - 1 :]:
-        shutil.rmtree(old)
+    _remove_old(target, config, digest)
     return target
 
 
+def _remove_old(target: Path, config: RunConfig, digest: str) -> None:
+    """Removes all but the last `checkpoint.keep` checkpoints of the run, `target` among them."""
+    own = _own_checkpoints(target.parent, config, digest)
+    last = own.pop(target)
+    # Those of later steps are of a run that resumed before them.
+    others = sorted(((step <= last, step, path) for path, step in own.items()), reverse=True)
+    for _, _, old in others[config.checkpoint.keep - 1 :]:
+        shutil.rmtree(old)
+
+
 def latest_checkpoint(run_dir: Path) -> Path:
-    """The folder of a run's latest checkpoint.
+    """The folder of a run's latest checkpoint, whose files are what its manifest says.
+
+    Args:
+        run_dir: folder of the run, with its config.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged or of another config; the message names the
+            one before that is whole.
     """
-    latest = run_dir / CHECKPOINTS_FOLDER / LATEST_FILE
+    folder = run_dir / CHECKPOINTS_FOLDER
+    latest = folder / LATEST_FILE
     if not latest.is_file():
         raise UserError(
             f"{run_dir}: must be the folder of a run with a checkpoint, has no {latest}"
         )
-    return latest.parent / latest.read_text(encoding="utf-8").strip()
+    config = load_config(RunConfig, run_dir / CONFIG_FILE)
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if _step_of(name, config) is None:
+        raise UserError(
+            f"{latest}: must be the name of a checkpoint beside it, such as "
+            f"{config.phase_name(0)}-000010, is {name[:80]!r}"
+        )
+    digest = config_digest(config)
+    try:
+        _check(folder / name, digest)
+    except UserError as error:
+        whole = _whole_before(folder, name, config, digest)
+        offer = "no checkpoint before it is whole"
+        if whole is not None:
+            offer = f"{whole} before it is whole: write that name into {latest} to go on from it"
+        raise UserError(f"{error}\nthe latest checkpoint cannot be used; {offer}") from error
+    return folder / name
+
+
+def _check(checkpoint: Path, digest: str) -> None:
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        raise UserError(f"{checkpoint}: must be the folder of a checkpoint, is none")
+    if not is_format_1(checkpoint):
+        check_manifest(checkpoint, digest)
+
+
+def _whole_before(folder: Path, name: str, config: RunConfig, digest: str) -> str | None:
+    """The newest checkpoint of an earlier step that passes its check."""
+    last = _step_of(name, config) or 0
+    own = _own_checkpoints(folder, config, digest)
+    for step, path in sorted(((step, path) for path, step in own.items()), reverse=True):
+        if step < last:
+            try:
+                _check(path, digest)
+            except UserError:
+                continue
+            return path.name
+    return None
+
+
+def _step_of(name: str, config: RunConfig) -> int | None:
+    """The steps in the name of a checkpoint of the config's phases; None for another name."""
+    prefix, _, step = name.rpartition("-")
+    names = [config.phase_name(index) for index in range(len(config.phases))]
+    return int(step) if prefix in names and re.fullmatch("[0-9]{6,15}", step) else None
+
+
+def _own_checkpoints(folder: Path, config: RunConfig, digest: str) -> dict[Path, int]:
+    """The steps of the run's checkpoints in a folder, whole or not."""
+    own: dict[Path, int] = {}
+    for path in folder.iterdir():
+        step = _step_of(path.name, config)
+        if step is None or path.is_symlink():
+            continue
+        if is_of_config(path, digest) or is_format_1(path):
+            own[path] = step
+    return own
+
+
+def _remove_partial(folder: Path, config: RunConfig) -> None:
+    """Removes what a run that was killed left half-written."""
+    for path in folder.glob(".*.partial*"):
+        name = path.name.removeprefix(".").removesuffix(".tmp").removesuffix(".partial")
+        if path.is_dir() and not path.is_symlink() and _step_of(name, config) is not None:
+            shutil.rmtree(path)
+
+
+def _write_latest(folder: Path, name: str) -> None:
+    latest = folder / f".{LATEST_FILE}.partial"
+    latest.write_text(f"{name}\n", encoding="utf-8")
+    _sync_one(latest)
+    _sync_one(folder)  # the checkpoint's name before the one that points to it
+    latest.replace(folder / LATEST_FILE)
+    _sync_one(folder)
+    _sync_one(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Puts the files of a folder, and then the folders, on the disk."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync_one(Path(parent) / name)
+        _sync_one(Path(parent))
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

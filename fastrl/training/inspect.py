@@ -9,12 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fastrl.config import RunConfig, UserError, load_config
-from fastrl.training.checkpoint import latest_checkpoint
+from fastrl.training.checkpoint import CONFIG_FILE, latest_checkpoint
 from fastrl.training.context import build_context
 from fastrl.training.display import print_line
 from fastrl.training.evaluate import evaluate as score_heldout
 from fastrl.training.order import seeded
-from fastrl.training.run import CONFIG_FILE
 
 
 def evaluate(run_dir: Path, overrides: Sequence[str]) -> int:

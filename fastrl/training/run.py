@@ -13,7 +13,7 @@ from rich.console import Console
 from fastrl.config import RunConfig, UserError, load_config, save_config
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import LoggingConfig
-from fastrl.training.checkpoint import latest_checkpoint, save_checkpoint
+from fastrl.training.checkpoint import CONFIG_FILE, latest_checkpoint, save_checkpoint
 from fastrl.training.context import RunContext, build_context
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.environment import RunEnvironment
@@ -26,8 +26,6 @@ from fastrl.training.report import write_report
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
 from fastrl.training.trainer_state import TrainerState, is_format_1, read_trainer_state
-
-CONFIG_FILE = "config.yaml"
 
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
@@ -324,11 +322,10 @@ class Trainer:
         state = self._phase.state(replace(self.state, seconds=self.seconds))
         save_checkpoint(
             self._run_dir,
-            self._phase.name,
+            self._config,
             self._context.llama,
             state,
             files=self._context.tokenizer.files,
-            keep=self._config.checkpoint.keep,
             writes=self._context.processes.is_main,
         )
         self._saved_at = place
