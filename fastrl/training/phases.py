@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fastrl.config.base import UserError
 from fastrl.config.phases import RLPhaseConfig
@@ -155,6 +156,15 @@ class Phase:
                     f"checkpoint: `entropy_bonus.{name}.factor` must be from {min(bounds)} to "
                     f"{max(bounds)}, as the config says, got {factor}"
                 )
+
+    @torch.no_grad()
+    def has_finite_weights(self) -> bool:
+        """Whether all weights of this rank are finite; waits for the device."""
+        shards = [
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in self._context.llama.parameters()
+        ]
+        return bool(torch.stack([shard.isfinite().all() for shard in shards]).all())
 
     def state(self, before: TrainerState) -> TrainerState:
         """The run's state with what `restore` needs; all ranks must call."""

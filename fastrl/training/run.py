@@ -319,6 +319,13 @@ class Trainer:
         place = (self.state.phase, self.state.phase_step)
         if place == self._saved_at:
             return
+        # Of the shards of all ranks, which then end together.
+        if self._context.processes.any(not self._phase.has_finite_weights()):
+            raise UserError(
+                f"step {self.state.step} (phase `{self._phase.name}`): the weights must be finite, "
+                "are not; they are not saved, and the last checkpoint is as it was. Try a lower "
+                "`optimizer.learning_rate` or `max_grad_norm`"
+            )
         state = self._phase.state(replace(self.state, seconds=self.seconds))
         save_checkpoint(
             self._run_dir,

@@ -1,4 +1,4 @@
-"""Checkpoints: what is damaged, or foreign is refused by name, and nothing is lost."""
+"""Checkpoints: what is damaged, foreign or not finite is refused by name, and nothing is lost."""
 
 import json
 import math
@@ -419,6 +419,26 @@ def test_checkpoints_of_later_steps_are_not_kept_before_earlier_ones(run: Run) -
     run.go_on_from("rl-000004")
     assert run.resume() == 0
     assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "rl-000004", "rl-000005"}
+
+
+def test_rl6_weights_that_are_not_finite_are_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    overrides = [
+        *("phases.0.steps=3", "phases.1.mini_batches=1", "phases.1.steps=2", "dtype=float32"),
+        *("phases.1.optimizer.learning_rate=1e38", "checkpoint.every=1", "checkpoint.keep=1"),
+    ]
+    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *overrides]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fastrl: error: step 4 (phase `rl`): the weights must be finite, are ")
+    assert error.count("\n") == 1
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "latest",
+        "supervised-000003",
+    }
+    assert latest_checkpoint(run).name == "supervised-000003"
 
 
 def test_no_reward_is_written_as_json_has_it(made: Run, run: Run) -> None:
