@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastrl.config import HeadOptions, LlamaConfig, UserError, parse_config
-from fastrl.config.model import Llama3RopeConfig
+from fastrl.config.rope import Llama3RopeConfig
 
 _SAME_NAME = (
     "vocab_size",

@@ -13,7 +13,7 @@ from fastrl import BatchKwargs, Document, HeadOutput, Llama, LlamaConfig, TokenB
 from fastrl.config import HeadOptions
 from fastrl.config.policy_losses import GSPOLossConfig
 from fastrl.models.attention import FlexDocumentAttention, PerDocumentAttention
-from fastrl.models.llama import Rotary
+from fastrl.models.rotary import Rotary
 
 # torch warns of itself when it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore")
