@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -29,6 +29,9 @@ def _of_flag(value: Recomputed | bool) -> Recomputed:
 ActivationCheckpointing = Annotated[Recomputed | bool, AfterValidator(_of_flag)]
 
 
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
 class LlamaConfig(Config):
     """Architecture of the reference Llama; names and defaults follow Hugging Face's LlamaConfig.
 
@@ -36,6 +39,11 @@ class LlamaConfig(Config):
     """
 
     type: Literal["llama"] = "llama"
+
+    architecture: Architecture = "llama"
+    """Which of the models that differ in little, by Hugging Face's `model_type`. `mistral`: may
+    have a sliding window. `qwen2`: biases of the query, key and value projections, may have a
+    window. `qwen3`: RMSNorm of every head's query and key, may have a window."""
 
     vocab_size: int | None = Field(default=None, gt=0, le=2**24)
     """Number of token ids. None: the trainer takes the tokenizer's; a model cannot be built from a
@@ -75,8 +83,8 @@ class LlamaConfig(Config):
     """Size of one head, even. Default: hidden_size / num_attention_heads."""
 
     max_position_embeddings: int = Field(default=2048, gt=0)
-    """Longest document that the model is made for. Written to config.json for other programs; no
-    position is refused here."""
+    """Tokens of the longest document that the model is made for. `fastrl train` refuses longer
+    ones; the model itself refuses no position. Written to config.json for other programs."""
 
     rms_norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square in RMSNorm."""
@@ -84,11 +92,16 @@ class LlamaConfig(Config):
     rope: RopeConfig = DefaultRopeConfig()
     """Rotary position embedding."""
 
-    attention_bias: bool = False
-    """Whether the four projections of attention have a bias."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Tokens that a token attends to, itself among them, in `mistral`, `qwen2` and `qwen3`. Longer
+    documents are refused: up to the window it changes nothing. None: whole documents."""
+
+    attention_bias: bool = Field(default_factory=lambda config: config["architecture"] == "qwen2")
+    """Whether the four projections of attention have a bias (`qwen2`: all but the output's, and
+    always). Default: in `qwen2`."""
 
     mlp_bias: bool = False
-    """Whether the three projections of the MLP have a bias."""
+    """Whether the three projections of the MLP have a bias; in `llama` only."""
 
     tie_word_embeddings: bool = False
     """Whether the head's weight is the embedding's, one parameter."""
@@ -120,6 +133,32 @@ class LlamaConfig(Config):
 
     head: HeadOptions = HeadOptions()
     """The language-model head: its losses and how it computes them."""
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.attention_bias and self.architecture != "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether every head's query and key pass an RMSNorm before their rotation."""
+        return self.architecture == "qwen3"
+
+    @model_validator(mode="after")
+    def _check_architecture(self) -> LlamaConfig:
+        fixed: dict[Architecture, dict[str, Any]] = {
+            "llama": {"sliding_window": None},
+            "mistral": {"attention_bias": False, "mlp_bias": False},
+            "qwen2": {"attention_bias": True, "mlp_bias": False},
+            "qwen3": {"mlp_bias": False},
+        }
+        for name, value in fixed[self.architecture].items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"`{name}` must be {value} with `architecture` {self.architecture!r}, got "
+                    f"{getattr(self, name)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> LlamaConfig:

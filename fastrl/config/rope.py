@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -54,4 +55,51 @@ class Llama3RopeConfig(Config):
         return self
 
 
-RopeConfig = Annotated[DefaultRopeConfig | Llama3RopeConfig, Field(discriminator="type")]
+class YarnRopeConfig(Config):
+    """Rotary position embedding with YaRN's scaling of frequencies and of attention.
+
+    Pairs that turn more than `beta_fast` times in the original context stay, those that turn less
+    than `beta_slow` times are slowed by `factor`, and between them the share rises evenly with the
+    pair's number.
+
+    References:
+        YaRN: Efficient Context Window Extension of Large Language Models, arXiv 2309.00071.
+    """
+
+    type: Literal["yarn"] = "yarn"
+
+    theta: float = Field(default=10000.0, gt=1)
+    """Base of the wavelengths."""
+
+    factor: float = Field(default=4.0, ge=1)
+    """What long wavelengths are multiplied by."""
+
+    original_max_position_embeddings: int = Field(default=32768, gt=0)
+    """Context length of the model before its context was extended."""
+
+    attention_factor: float = Field(
+        default_factory=lambda config: 0.1 * math.log(config["factor"]) + 1, gt=0
+    )
+    """What queries and keys are multiplied by. Default: 0.1 ln(factor) + 1."""
+
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Turns in the original context above which a pair stays."""
+
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Turns in the original context below which the whole factor applies."""
+
+    truncate: bool = True
+    """Whether both ends of the range between are rounded to whole pairs, away from each other."""
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> YarnRopeConfig:
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"`beta_fast` must be over `beta_slow`, got {self.beta_fast} and {self.beta_slow}"
+            )
+        return self
+
+
+RopeConfig = Annotated[
+    DefaultRopeConfig | Llama3RopeConfig | YarnRopeConfig, Field(discriminator="type")
+]

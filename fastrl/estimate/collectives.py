@@ -104,16 +104,19 @@ def _tensor_collectives(
         yield call("all_reduce", "gradients of hidden states", states, 2 * layers * backward)
         if embedding_is_split:
             yield call("all_reduce", "embeddings", states, pieces)
-    if parallel.sequence_parallel:
-        # Of two norms a layer and the final one, each rank's from its tokens.
-        at_end, count = not parallel.fully_sharded, 2 * layers + 1
-        norms = model.hidden_size * (shapes.stored if at_end else shapes.compute)
+    # Of the norms that ranks apply to tokens or heads of their own: two a layer and the final one
+    # under sequence parallelism, and Qwen3's of queries and keys.
+    at_end = not parallel.fully_sharded
+    element = shapes.stored if at_end else shapes.compute
+    norms = [(model.hidden_size, 2 * layers + 1)] if parallel.sequence_parallel else []
+    norms += [(model.head_dim, 2 * layers)] if model.qk_norm else []
+    for length, count in norms:
         yield Collective(
             "tensor",
             "all_reduce",
             "gradients of norms",
             size,
-            norms,
+            length * element,
             count if at_end else count * backward,
             per_update=at_end,
         )

@@ -183,13 +183,16 @@ def layer_activation_bytes(
     """Bytes that one layer saves for its backward, in one piece, with or without those of the MLP.
 
     Inputs of both norms (stream); their outputs, gathered (all rows); queries and attention output;
-    gate, up, silu(gate) and their product; keys and values of all tokens that the piece may see.
+    gate, up, silu(gate) and their product; keys and values of all tokens that the piece may see;
+    queries and keys before their norms, where they have them.
     """
     size, tensor = model.hidden_size, parallel.tensor
     query = model.num_attention_heads * model.head_dim // tensor
     key_value = 2 * model.num_key_value_heads * model.head_dim // tensor
     elements = 2 * shapes.stream * size + shapes.piece * (size + 2 * query)
     elements += shapes.tokens * key_value
+    if model.qk_norm:
+        elements += shapes.piece * (query + key_value // 2)
     if with_mlp:
         elements += shapes.piece * (size + 4 * model.intermediate_size // tensor)
     return elements * shapes.compute

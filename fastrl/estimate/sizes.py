@@ -73,7 +73,11 @@ class Weights:
         sharded = size * (2 * heads + 2 * key_value + 3 * model.intermediate_size)
         whole = 2 * size
         if model.attention_bias:
-            sharded, whole = sharded + heads + 2 * key_value, whole + size
+            sharded += heads + 2 * key_value
+        if model.attention_output_bias:
+            whole += size
+        if model.qk_norm:
+            whole += 2 * model.head_dim
         if model.mlp_bias:
             sharded, whole = sharded + 2 * model.intermediate_size, whole + size
         rows = model.padded_vocab_size or model.vocab_size

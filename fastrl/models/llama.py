@@ -49,7 +49,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position embedding."""
+    """Grouped-query attention with rotary position embedding, in Qwen3 of normed queries and keys.
+
+    References:
+        GQA, arXiv 2305.13245; Qwen3 Technical Report, arXiv 2505.09388.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,12 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(size, query_size, bias, device, dtype)
         self.k_proj = nn.Linear(size, key_size, bias, device, dtype)
         self.v_proj = nn.Linear(size, key_size, bias, device, dtype)
-        self.o_proj = nn.Linear(query_size, size, bias, device, dtype)
+        self.o_proj = nn.Linear(query_size, size, config.attention_output_bias, device, dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device, dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device, dtype)
 
     def forward(
         self,
@@ -75,10 +84,13 @@ class Attention(nn.Module):
         attend: Attend,
     ) -> Tensor:  # [T, D]
         # -1: under tensor parallelism the projections give the heads of this rank only.
-        query = rotary(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
-        key = rotary(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        key = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        output: Tensor = self.o_proj(attend(query, key, value).flatten(1))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        attended = attend(rotary(query), rotary(key), value)
+        output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
 
@@ -258,6 +270,29 @@ class Llama(nn.Module):
             else:
                 nn.init.normal_(parameter, std=self.config.initializer_range)
 
+    def check_length(self, length: int | None) -> None:
+        """Refuses documents that a sliding window would cut.
+
+        Args:
+            length: tokens of the longest document; None where it is not known.
+
+        Raises:
+            ValueError: the model has a sliding window, and `length` is larger or not known.
+        """
+        window = self.config.sliding_window
+        if window is None:
+            return
+        if length is None:
+            raise ValueError(
+                f"`max_document_length` of the batch must be known to a model with `sliding_window`"
+                f" {window}, got None; batches of TokenBatch know it"
+            )
+        if length > window:
+            raise ValueError(
+                f"documents must have at most `sliding_window` {window} tokens, got {length}; "
+                "attention within a window is not implemented, shorten or drop those documents"
+            )
+
     def hidden_states(
         self,
         tokens: Tensor,  # [T]
@@ -278,6 +313,8 @@ class Llama(nn.Module):
                 (`fastrl.models.micro_sequences`).
             lengths: of the documents, known on the host.
             visible_until: int64, of `BatchKwargs`, where documents share the slots of a prefix.
+
+        With a sliding window the caller sees to it that no document is longer (`check_length`).
         """
         attention = packed_attention(
             document_index,
@@ -299,6 +336,7 @@ class Llama(nn.Module):
     def forward(self, batch: BatchKwargs, *, return_logprobs: bool = False) -> HeadOutput:
         """The head's loss and metrics (and log-probabilities) of a packed batch."""
         # Not `self.hidden_states`, which `parallelize` may have wrapped as a forward of its own.
+        self.check_length(batch.max_document_length)
         lengths = None
         if batch.max_document_length is not None:
             lengths = DocumentLengths(batch.num_documents, batch.max_document_length)
@@ -332,12 +370,13 @@ class Llama(nn.Module):
         from `torch.arange(B).repeat_interleave(n)`.
 
         Raises:
-            ValueError: an empty prompt, or none.
+            ValueError: an empty prompt, or none; more tokens than a sliding window has.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) == 0:
             raise ValueError(f"`prompts` must have at least one token each, got lengths {lengths}")
         longest = max(lengths)
+        self.check_length(longest + max_new_tokens)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         device = self.model.norm.weight.device
         padding = longest - torch.tensor(lengths, device=device)

@@ -38,6 +38,7 @@ def backward_in_pieces(
     Returns:
         The output of step 2, its loss without a graph.
     """
+    llama.check_length(joined.max_document_length)
     run = Pieces()
     with torch.no_grad():
         hidden = []

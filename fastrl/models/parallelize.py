@@ -130,6 +130,12 @@ def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> 
         "mlp.up_proj": columns,
         "mlp.down_proj": rows,
     }
+    if llama.config.qk_norm:
+        # Each rank norms its own heads; the gradients of the shared weight are summed.
+        layer |= dict.fromkeys(
+            ("self_attn.q_norm", "self_attn.k_norm"),
+            SequenceParallel(sequence_dim=1, use_local_output=True),
+        )
     for block in llama.model.layers:
         parallelize_module(block, tensor, layer)
     head_shards = llama.lm_head.config.vocabulary_parallel

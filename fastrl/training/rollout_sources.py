@@ -53,21 +53,37 @@ def build_sources(
 
     Raises:
         UserError: rollout files that cannot be used, problems without what a phase needs, or
-            documents that can be longer than a micro-batch.
+            documents that can be longer than a micro-batch or than the model takes.
     """
-    vocab_size = context.llama.config.vocab_size
-    assert vocab_size is not None
-    files = RolloutFiles(vocab_size)
+    model = context.llama.config
+    assert model.vocab_size is not None
+    files = RolloutFiles(model.vocab_size)
     sources = {}
     for index in range(first, len(config.phases)):
         sources[index] = source = _source(config, index, context, files)
-        most = config.phases[index].max_tokens_per_micro_batch
-        if source.longest > most:
-            raise UserError(
-                f"`phases.{index}.max_tokens_per_micro_batch` must be at least {source.longest}, "
-                f"the most tokens that a document of this phase can have, got {most}"
-            )
+        phase = f"phases.{index}"
+        _check_bound(
+            f"{phase}.max_tokens_per_micro_batch",
+            config.phases[index].max_tokens_per_micro_batch,
+            source.longest,
+            phase,
+        )
+        _check_bound(
+            "max_position_embeddings` of the `model",
+            model.max_position_embeddings,
+            source.longest,
+            phase,
+        )
+        _check_bound("sliding_window` of the `model", model.sliding_window, source.longest, phase)
     return sources
+
+
+def _check_bound(name: str, bound: int | None, longest: int, phase: str) -> None:
+    if bound is not None and longest > bound:
+        raise UserError(
+            f"`{name}` must be at least {longest}, the most tokens that a document of `{phase}` "
+            f"can have, got {bound}"
+        )
 
 
 def _source(

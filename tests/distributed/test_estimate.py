@@ -51,6 +51,9 @@ CASES = {
     "mlp_fsdp2_tp2": {"data": 2, "tensor": 2, "fully_sharded": True},
     "all_stp2": {"tensor": 2, "sequence_parallel": True},
     "all_tp2": {"tensor": 2},
+    "qwen3_tp2": {"tensor": 2},
+    "qwen3_stp2_ms2": {"tensor": 2, "sequence_parallel": True, "micro_sequences": 2},
+    "qwen3_fsdp2_tp2": {"data": 2, "tensor": 2, "fully_sharded": True},
     "single_pass_tp2": {"tensor": 2},
     "single_pass_stp2": {"tensor": 2, "sequence_parallel": True},
 }
@@ -98,6 +101,8 @@ def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) ->
     head = MODEL["head"] | {"strategy": "single_pass" if is_single_pass else "recompute"}
     changes = {"tie_word_embeddings": name.startswith("tied"), "head": head}
     first = name.partition("_")[0]
+    if first == "qwen3":
+        changes["architecture"] = first
     if first in RECOMPUTED:
         changes["activation_checkpointing"] = RECOMPUTED[first]
     model = LlamaConfig.model_validate(MODEL | changes)
@@ -117,9 +122,14 @@ def test_the_estimate_is_what_ranks_hold_and_send(ranks: RankPool, name: str) ->
 
 
 def test_the_model_has_as_many_parameters() -> None:
-    for tied in (False, True):
-        bias = {"tie_word_embeddings": tied, "attention_bias": tied, "mlp_bias": tied}
-        model = LlamaConfig.model_validate(MODEL | bias)
+    options: list[dict[str, Any]] = [
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        {},
+        {"architecture": "qwen2"},
+        {"architecture": "qwen3"},
+    ]
+    for option in options:
+        model = LlamaConfig.model_validate(MODEL | option)
         with torch.device("meta"):
             llama = Llama(model)
         assert Weights.of(model, 1).total == sum(p.numel() for p in llama.parameters())

@@ -142,6 +142,9 @@ CASES: dict[str, StepCase] = {
     "few tokens": small({}, 512),
     "few tokens, two micro-batches": small({}, 512, 2),
     "chunks": small({}, 16384, chunk_size=1024),
+    "normed queries and keys": StepCase(
+        llama(SMALL | {"architecture": "qwen3", "num_key_value_heads": 16}), 16384
+    ),
     "pieces, checkpoints": small({"micro_sequences": 4}, 32768, checkpointing=True),
     "8 ranks, sharded, checkpoints": small({"data": 8, **SHARDED}, 8192, 2, checkpointing=True),
     "sequence data, sharded": small({"sequence_data": 4, **SHARDED}, 65536),

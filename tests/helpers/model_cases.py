@@ -26,6 +26,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+YARN_ROPE = {
+    "type": "yarn",
+    "theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+}
+
 
 def tiny_config(**values: Any) -> LlamaConfig:
     """Two layers, grouped-query attention; large weights, so that attention is not uniform."""
@@ -59,6 +67,13 @@ PARITY_CASES = [
     Case("biases", {"attention_bias": True, "mlp_bias": True}),
     Case("wide_heads_llama3", {"head_dim": 16, "rope": LLAMA3_ROPE, "rms_norm_eps": 1e-3}),
     Case("narrow_heads", {"head_dim": 4, "rope": {"type": "default", "theta": 1e6}}),
+    Case("yarn", {"head_dim": 16, "rope": YARN_ROPE}),
+    Case("yarn_untruncated", {"head_dim": 32, "rope": YARN_ROPE | {"truncate": False}}),
+    Case("mistral", {"architecture": "mistral", "sliding_window": 1000}),
+    Case("mistral_whole", {"architecture": "mistral"}),
+    Case("qwen2", {"architecture": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    Case("qwen3", {"architecture": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-3}),
+    Case("qwen3_yarn_biases", {"architecture": "qwen3", "attention_bias": True, "rope": YARN_ROPE}),
 ]
 
 

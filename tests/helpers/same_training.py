@@ -36,6 +36,7 @@ def in_one_process(variant: Variant) -> Variant:
         tied=variant.tied,
         clips=variant.clips,
         head_dim=variant.head_dim,
+        architecture=variant.architecture,
         num_documents=variant.num_documents,
     )
 

@@ -44,6 +44,7 @@ class Variant:
     compiles: bool = False
     clips: bool = True
     head_dim: int = 8
+    architecture: str = "llama"
     num_documents: int = 8
 
 
@@ -90,6 +91,10 @@ VARIANTS = {
         Variant("dp2_one_document", Ranks(data=2), num_documents=1),
         Variant("fsdp2_one_document", Ranks(data=2), fully_sharded=True, num_documents=1),
         Variant("tied_stp2", SP, tied=True),
+        Variant("qwen3_stp2", SP, architecture="qwen3"),
+        Variant("qwen2_tp2", Ranks(tensor=2), architecture="qwen2", tied=True),
+        Variant("qwen3_sdp2_ms2", ZIGZAG, micro_sequences=2, architecture="qwen3"),
+        Variant("qwen3_fsdp2_tp2", Ranks(data=2, tensor=2), True, architecture="qwen3"),
         Variant(
             "tied_stp2_novp",
             Ranks(tensor=2, sequence_parallel=True, vocabulary_parallel=False),
@@ -176,7 +181,7 @@ def variant_config(config_name: str, variant: Variant) -> LlamaConfig:
         f"activation_checkpointing={variant.checkpointing}",
         f"head.vocabulary_parallel={str(variant.ranks.vocabulary_parallel).lower()}",
     ]
-    overrides.append(f"head_dim={variant.head_dim}")
+    overrides += [f"head_dim={variant.head_dim}", f"architecture={variant.architecture}"]
     if not variant.clips:
         overrides += [f"head.losses.policy.epsilon_{side}=1.0" for side in ("low", "high")]
     if variant.chunk_size is not None:

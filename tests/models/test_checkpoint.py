@@ -70,7 +70,7 @@ def test_saved_folder_loads_in_transformers_and_back(
     save_llama(llama, tmp_path / "ours", max_shard_bytes=shard_bytes)
     assert ((tmp_path / "ours/model.safetensors").exists()) == (shard_bytes == 10**9)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert isinstance(theirs, transformers.LlamaForCausalLM)
+    assert type(theirs).__name__ == f"{case.config().architecture.title()}ForCausalLM"
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
     (document,) = random_documents([200])
     expected = theirs(document[None]).logits[0]
@@ -159,14 +159,18 @@ def test_j3_rotary_scaling_is_that_of_transformers(spelling: str, tmp_path: Path
 
 
 REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "rope_type": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "got 'yarn'"),
+    "rope_type": ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
+    "yarn_keys": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
+        "rope type 'yarn' takes factor and, if it is to differ, original_max.*, got factor, mscale",
+    ),
     "rope_number": (
         {"rope_parameters": None, "rope_scaling": 2.0},
         "`rope_scaling` must be an object",
     ),
     "old_rope_type": (
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope type must be 'default' or 'llama3', got 'dynamic'",
+        "rope type must be one of 'default', 'llama3', 'yarn', got 'dynamic'",
     ),
     "rope_incomplete": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -174,7 +178,15 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope_part": ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0, got 0.5"),
     "activation": ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu', got 'gelu'"),
-    "architecture": ({"model_type": "mistral"}, "`model_type` must be 'llama', got 'mistral'"),
+    "architecture": (
+        {"model_type": "gemma2"},
+        "`model_type` must be one of 'llama', 'mistral', 'qwen2', 'qwen3', got 'gemma2'",
+    ),
+    "window": ({"sliding_window": 8}, "`sliding_window` must be None in a Llama, got 8"),
+    "window_of_some_layers": (
+        {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1},
+        "all layers must have the sliding window, or none, got 1 of 2 with it",
+    ),
     "dropout": ({"attention_dropout": 0.1}, "`attention_dropout` must be 0, got 0.1"),
     "quantised": ({"quantization_config": {"bits": 4}}, "`quantization_config` must be None"),
     "sizes": ({"num_key_value_heads": 3}, "must be a multiple of `num_key_value_heads` 3"),
@@ -189,6 +201,60 @@ def test_j3_what_is_not_supported_is_refused_by_name(name: str, tmp_path: Path) 
     edit_config(tmp_path / "model", **values)
     with pytest.raises(UserError, match=message):
         read_llama_config(tmp_path / "model")
+
+
+WINDOWS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "mistral": ({"model_type": "mistral", "sliding_window": 8}, 8),
+    "mistral_default": ({"model_type": "mistral", "sliding_window": None}, 4096),
+    "qwen3_unused": ({"model_type": "qwen3", "sliding_window": 8}, None),
+    "qwen3_no_layer": (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8},
+        None,
+    ),
+    "qwen3_layers": (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention"] * 2},
+        8,
+    ),
+    "qwen3_all": (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}
+        | {"max_window_layers": 0},
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@torch.no_grad()
+def test_a_sliding_window_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    values, window = WINDOWS[name]
+    folder = tmp_path / "model"
+    save_llama(Llama(tiny_config(architecture=values["model_type"])), folder)
+    edit_config(folder, **({"max_window_layers": None} | values))
+    ours = load_llama(folder).eval()
+    assert ours.config.sliding_window == window
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    # Up to the window the two are the same; beyond it theirs is another function, ours an error.
+    for length in (8, 9):
+        tokens = random_documents([length])[0].tolist()
+        expected = theirs(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+        if length == 9 and window == 8:
+            with pytest.raises(ValueError, match="must have at most `sliding_window` 8 tokens, go"):
+                label_logprobs(ours, tokens)
+            with pytest.raises(ValueError, match="must have at most `sliding_window` 8 tokens, go"):
+                ours.prefill([tokens[:5]], 4)
+        else:
+            found = label_logprobs(ours, tokens)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            ours.prefill([tokens[:5]], length - 5)
+
+
+def test_a_batch_that_does_not_know_its_lengths_is_refused_with_a_window() -> None:
+    llama = Llama(tiny_config(architecture="mistral", sliding_window=8))
+    (kwargs,) = TokenBatch.from_documents([Document(tokens=[1, 2], prompt_length=1)]).to_kwargs()
+    with pytest.raises(ValueError, match="`max_document_length` of the batch must be known"):
+        llama(kwargs.replace(max_document_length=None))
 
 
 def test_head_options_survive_a_folder(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ LENGTHS = [3, 1, 40, 17, 130, 1, 16, 2]
 
 def transformers_model(llama: Llama) -> Any:
     """The model of transformers with the same weights."""
-    config = transformers.LlamaConfig(**llama_config_to_hf(llama.config, "float32"))
-    model = transformers.LlamaForCausalLM(config).eval()
+    values = llama_config_to_hf(llama.config, "float32")
+    config = transformers.AutoConfig.for_model(**values)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.load_state_dict(llama.state_dict())
     return model
 
@@ -54,8 +55,9 @@ def test_packed_documents_equal_transformers_on_each_alone(case: Case) -> None:
         torch.testing.assert_close(logprobs[number][:-1], expected, rtol=0, atol=1e-5)
 
 
-def test_gradients_equal_transformers() -> None:
-    llama = randomised(Llama(tiny_config()))
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_gradients_equal_transformers(architecture: str) -> None:
+    llama = randomised(Llama(tiny_config(architecture=architecture)))
     theirs = transformers_model(llama)
     (document,) = random_documents([23])
     weights = torch.randn(23, llama.config.hidden_size)

@@ -279,6 +279,24 @@ def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path: Path) -> None
         _phase([path], "phases.1.max_tokens_per_micro_batch=4")
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("max_position_embeddings", ()),
+        ("sliding_window", ("model.architecture=mistral",)),
+    ],
+)
+def test_a_document_longer_than_the_model_takes_is_refused(
+    name: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, _documents())
+    _phase([path], f"model.{name}=5", *options)
+    message = f"`{name}` of the `model` must be at least 5, the most tokens that a document of"
+    with pytest.raises(UserError, match=message):
+        _phase([path], f"model.{name}=4", *options)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
 def test_updates_have_whole_groups(parts: int) -> None:
     documents = _documents()
