@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastrl.config import RunConfig, UserError, load_config
@@ -34,6 +34,7 @@ def save_checkpoint(
     state: TrainerState,
     *,
     files: Mapping[str, bytes],
+    say: Callable[[str], object],
     writes: bool = True,
 ) -> Path:
     """Writes a checkpoint, makes it the latest and removes all but the last `checkpoint.keep`.
@@ -46,6 +47,7 @@ def save_checkpoint(
         llama: all ranks of a sharded model must call it.
         state: with whole tensors.
         files: contents of further files by name, those of the tokenizer.
+        say: takes messages about old checkpoints that cannot be removed.
         writes: whether this rank writes; the others only contribute their shards.
 
     Returns:
@@ -61,7 +63,7 @@ def save_checkpoint(
         save_llama(llama, temporary, writes=False)
         return target
     digest = config_digest(config)
-    _remove_partial(folder, config)
+    _remove_partial(folder, config, say)
     try:
         save_llama(llama, temporary)
         for name, content in files.items():
@@ -70,7 +72,7 @@ def save_checkpoint(
         write_manifest(temporary, digest)
         _sync(temporary)
         if target in _own_checkpoints(folder, config, digest):
-            shutil.rmtree(target)  # left by a run that resumed before this step
+            _remove(target, say)  # left by a run that resumed before this step
         if target.exists():
             raise FileExistsError(None, "the folder is there and not of this run; move it away")
         temporary.rename(target)
@@ -81,18 +83,35 @@ def save_checkpoint(
             f"{target}: the checkpoint cannot be written: {error.strerror or error}; the run ends "
             "here, and the checkpoints before are as they were"
         ) from error
-    _remove_old(target, config, digest)
+    _remove_old(target, config, digest, say)
     return target
 
 
-def _remove_old(target: Path, config: RunConfig, digest: str) -> None:
+def _remove_old(target: Path, config: RunConfig, digest: str, say: Callable[[str], object]) -> None:
     """Removes all but the last `checkpoint.keep` checkpoints of the run, `target` among them."""
     own = _own_checkpoints(target.parent, config, digest)
     last = own.pop(target)
     # Those of later steps are of a run that resumed before them.
     others = sorted(((step <= last, step, path) for path, step in own.items()), reverse=True)
     for _, _, old in others[config.checkpoint.keep - 1 :]:
-        shutil.rmtree(old)
+        try:
+            _remove(old, say)
+        except OSError as error:
+            say(f"{old}: cannot be removed: {error.strerror or error}; remove it by hand")
+
+
+def _remove(checkpoint: Path, say: Callable[[str], object]) -> None:
+    """Removes a checkpoint, which loses its name first: half of one would be a foreign folder."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed.partial")
+    checkpoint.rename(hidden)
+    _remove_files(hidden, say)
+
+
+def _remove_files(folder: Path, say: Callable[[str], object]) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        say(f"{folder}: cannot be removed: {error.strerror or error}; remove it by hand")
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
@@ -170,12 +189,13 @@ def _own_checkpoints(folder: Path, config: RunConfig, digest: str) -> dict[Path,
     return own
 
 
-def _remove_partial(folder: Path, config: RunConfig) -> None:
-    """Removes what a run that was killed left half-written."""
+def _remove_partial(folder: Path, config: RunConfig, say: Callable[[str], object]) -> None:
+    """Removes what a run that was killed left half-written, or half-removed."""
     for path in folder.glob(".*.partial*"):
         name = path.name.removeprefix(".").removesuffix(".tmp").removesuffix(".partial")
-        if path.is_dir() and not path.is_symlink() and _step_of(name, config) is not None:
-            shutil.rmtree(path)
+        is_own = _step_of(name.removesuffix(".removed"), config) is not None
+        if path.is_dir() and not path.is_symlink() and is_own:
+            _remove_files(path, say)
 
 
 def _write_latest(folder: Path, name: str) -> None:

@@ -333,6 +333,7 @@ class Trainer:
             self._context.llama,
             state,
             files=self._context.tokenizer.files,
+            say=self._display.message,
             writes=self._context.processes.is_main,
         )
         self._saved_at = place
