@@ -255,6 +255,8 @@ class Trainer:
             reward = math.nan if evaluation is None else evaluation.reward
             self.state = replace(self.state, rewards=(*self.state.rewards, reward))
         self._on_files = FileSummary()
+        for metrics in self._writer.logged(phase.name) if phase.steps_done else ():
+            self._on_files.add(metrics)
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
             if self._context.processes.any(stop.requested):
@@ -327,6 +329,7 @@ class Trainer:
                 "`optimizer.learning_rate` or `max_grad_norm`"
             )
         state = self._phase.state(replace(self.state, seconds=self.seconds))
+        self._writer.sync()
         save_checkpoint(
             self._run_dir,
             self._config,
