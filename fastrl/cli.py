@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
         "--run-dir", type=_path, required=True, metavar="DIR", help="where everything is written"
     )
     train.add_argument(
-        "--resume", action="store_true", help="go on with the stopped run that is in DIR"
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in DIR; without one, begin",
     )
     _add_overrides(train, "phases.1.steps=20 or model.hidden_size=96")
     train.set_defaults(command=_train)

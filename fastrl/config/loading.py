@@ -98,7 +98,10 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `dump_config` to a file, which appears complete or not at all."""
     temporary = Path(f"{os.fspath(path)}.tmp")
     try:
-        temporary.write_text(dump_config(config), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(dump_config(config))
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

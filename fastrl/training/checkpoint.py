@@ -126,12 +126,12 @@ def latest_checkpoint(run_dir: Path) -> Path:
     """
     folder = run_dir / CHECKPOINTS_FOLDER
     latest = folder / LATEST_FILE
-    if not latest.is_file():
+    config = load_config(RunConfig, run_dir / CONFIG_FILE)
+    name = _latest_name(folder, config)
+    if name is None:
         raise UserError(
             f"{run_dir}: must be the folder of a run with a checkpoint, has no {latest}"
         )
-    config = load_config(RunConfig, run_dir / CONFIG_FILE)
-    name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if _step_of(name, config) is None:
         raise UserError(
             f"{latest}: must be the name of a checkpoint beside it, such as "
@@ -147,6 +147,26 @@ def latest_checkpoint(run_dir: Path) -> Path:
             offer = f"{whole} before it is whole: write that name into {latest} to go on from it"
         raise UserError(f"{error}\nthe latest checkpoint cannot be used; {offer}") from error
     return folder / name
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether a run has a checkpoint, or says so, in the folder with its config."""
+    config = load_config(RunConfig, run_dir / CONFIG_FILE)
+    return _latest_name(run_dir / CHECKPOINTS_FOLDER, config) is not None
+
+
+def is_last(checkpoint: Path, config: RunConfig) -> bool:
+    """Whether a run's checkpoint is that of its end."""
+    return _step_of(checkpoint.name, config) == sum(phase.steps for phase in config.phases)
+
+
+def _latest_name(folder: Path, config: RunConfig) -> str | None:
+    """What `latest` says or, before the first one was written, the last complete checkpoint."""
+    latest = folder / LATEST_FILE
+    if latest.is_file():
+        return latest.read_text(encoding="utf-8", errors="replace").strip()
+    own = _own_checkpoints(folder, config, config_digest(config)) if folder.is_dir() else {}
+    return max(own, key=lambda path: own[path]).name if own else None
 
 
 def _check(checkpoint: Path, digest: str) -> None:

@@ -34,12 +34,21 @@ class RunContext:
         return self.processes.device
 
 
+def processes_of(config: RunConfig) -> Processes:
+    """The processes of a run; all of them must call.
+
+    Raises:
+        UserError: as `start_processes`; a device that is not there.
+    """
+    return start_processes(config.parallel, _device(config.device))
+
+
 def build_context(
     config: RunConfig,
     *,
     checkpoint: Path | None = None,
     with_environment: bool = True,
-    distributed: bool = False,
+    processes: Processes | None = None,
 ) -> RunContext:
     """The context of a run. Seeds torch's global generator, which initialises the weights.
 
@@ -47,13 +56,14 @@ def build_context(
         config: of the run.
         checkpoint: folder of the weights, in place of the config's model.
         with_environment: whether to build the environment, if the config has one.
-        distributed: whether to run on the processes of `config.parallel`, or on this one alone.
+        processes: from `processes_of`; default: this one alone.
 
     Raises:
         UserError: the config asks for something that is not available.
     """
-    parallel = config.parallel if distributed else ParallelConfig()
-    processes = start_processes(parallel, _device(config.device))
+    is_run = processes is not None
+    if processes is None:
+        processes = start_processes(ParallelConfig(), _device(config.device))
     processes = replace(processes, compile_layers=config.compile)
     device = processes.device
     if config.num_threads is not None:
@@ -62,7 +72,7 @@ def build_context(
     tokenizer = build_tokenizer(config.tokenizer, folder)
     environment = None
     if config.environment is not None and with_environment:
-        environment = RunEnvironment(config.environment, config.seed, processes, launch=distributed)
+        environment = RunEnvironment(config.environment, config.seed, processes, launch=is_run)
         _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
     llama = _build_llama(config, tokenizer, processes, folder)

@@ -19,8 +19,8 @@ from fastrl.training.trainer_state import read_json
 
 MANIFEST_FILE = "manifest.json"
 
-# What may be another in a resumption: it does not determine the result.
-_NOT_IN_DIGEST = ("parallel", "device", "checkpoint", "logging")
+MAY_CHANGE = ("parallel", "device", "checkpoint", "logging")
+"""What may be another when a run goes on: it does not determine the result."""
 
 
 class _File(Config):
@@ -106,7 +106,7 @@ def config_digest(config: RunConfig) -> str:
     Defaults are left out, so that keys that a later version adds change nothing.
     """
     values = _without_defaults(config)
-    kept = {name: value for name, value in values.items() if name not in _NOT_IN_DIGEST}
+    kept = {name: value for name, value in values.items() if name not in MAY_CHANGE}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

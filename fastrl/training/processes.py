@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from fastrl.models.compiled import compile_layers
 from fastrl.models.llama import Llama
 from fastrl.models.parallelize import parallelize_llama
 from fastrl.parallel import ParallelGroups, device_mesh, shard_like, whole_tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,23 @@ class Processes:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=dist.group.WORLD)
         return values
+
+    def from_main(self, decide: Callable[[], T]) -> T:
+        """What a function gives on rank 0, on all processes; all must call.
+
+        Raises:
+            UserError, OSError: what the function raised, on all processes.
+        """
+        decided: T | UserError | OSError | None = None
+        if self.is_main:
+            try:
+                decided = decide()
+            except (UserError, OSError) as error:  # the others wait for a decision
+                decided = error
+        decided = self.gather(decided)[0]
+        if isinstance(decided, UserError | OSError):
+            raise decided
+        return cast("T", decided)
 
     @property
     def size(self) -> int:

@@ -10,22 +10,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fastrl.config import RunConfig, UserError, load_config, save_config
+from fastrl.config import RunConfig, UserError, save_config
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import LoggingConfig
-from fastrl.training.checkpoint import CONFIG_FILE, latest_checkpoint, save_checkpoint
-from fastrl.training.context import RunContext, build_context
+from fastrl.training.checkpoint import CONFIG_FILE, save_checkpoint
+from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.display import Display, open_display, print_line
-from fastrl.training.environment import RunEnvironment
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.file_summary import FileSummary
 from fastrl.training.interrupt import INTERRUPTED, StopRequest
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.report import write_report
+from fastrl.training.resume import Start, find_start, state_to_resume, with_inputs
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
-from fastrl.training.trainer_state import TrainerState, is_format_1, read_trainer_state
+from fastrl.training.trainer_state import TrainerState, is_format_1
 
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
@@ -37,37 +37,37 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     Args:
         config: of the run.
         run_dir: folder of the run; new or empty, unless `resume`.
-        resume: whether to continue from the latest checkpoint of `run_dir`.
+        resume: whether to go on from the latest checkpoint of `run_dir`, if it has one. A finished
+            run is left as it is.
 
     Raises:
-        UserError: as `build_context`, `build_sources` and `Trainer.run`; a folder that is in use,
-            or has no run to resume.
+        UserError: as `find_start`, `build_context`, `build_sources` and `Trainer.run`.
         KeyboardInterrupt: the second Ctrl-C; after the first one the step is finished and a
             checkpoint saved.
     """
     started = time.monotonic()
-    checkpoint = _checkpoint_to_resume(config, run_dir) if resume else None
-    if checkpoint is None:
-        _check_unused(run_dir)
     _check_packages(config.logging)
-    context = build_context(config, checkpoint=checkpoint, distributed=True)
-    is_main = context.processes.is_main
-    state = TrainerState() if checkpoint is None else _state_to_resume(config, checkpoint, context)
+    processes = processes_of(config)
+    is_main = processes.is_main
+    console = Console(quiet=not is_main)
+    start = processes.from_main(lambda: find_start(config, run_dir, resume=resume))
+    checkpoint = start.checkpoint
+    if checkpoint is not None and start.is_finished:
+        processes.close()
+        print_line(console, f"{checkpoint.name} is the end of the run in {run_dir}: nothing to do")
+        return 0
+    context = build_context(config, checkpoint=checkpoint, processes=processes)
+    state = TrainerState() if checkpoint is None else state_to_resume(config, checkpoint, context)
     sources = build_sources(config, context, first=state.phase)
+    state = with_inputs(state, context, sources, run_dir)
     phase = Phase(config, state.phase, context, sources.pop(state.phase))
     if state.optimizer is not None:
         phase.restore(state)
     if context.environment is not None:
-        state = _with_problems(state, context.environment, run_dir)
         context.environment.start()
     writer: MetricsWriter | NoWriter = NoWriter()
     if is_main:
-        writer = _open_writer(config, run_dir, phase.name, state, resumes=checkpoint is not None)
-    console = Console(quiet=not is_main)
-    if checkpoint is not None and is_format_1(checkpoint):
-        print_line(
-            console, f"{checkpoint.name} is of format 1, without checksums; the next is of 2"
-        )
+        writer = _open_writer(config, run_dir, state, start, console)
     display = open_display(console)
     trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
     with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
@@ -90,66 +90,27 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
 
 
 def _open_writer(
-    config: RunConfig, run_dir: Path, phase_name: str, state: TrainerState, *, resumes: bool
+    config: RunConfig, run_dir: Path, state: TrainerState, start: Start, console: Console
 ) -> MetricsWriter:
-    """The log files of a run, without the records after the state that it resumes from."""
+    """The log files of a run, without the records after the state that it goes on from."""
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / CONFIG_FILE)
-    if resumes:
-        drop_records_after(run_dir, state.step, None if state.phase_step else phase_name)
-    return MetricsWriter(run_dir, tensorboard=config.logging.tensorboard, first_step=state.step)
-
-
-def _with_problems(state: TrainerState, environment: RunEnvironment, run_dir: Path) -> TrainerState:
-    """The state with the digest of the run's problems; refuses others than it began with."""
-    if state.problems not in ("", environment.digest):
-        raise UserError(
-            f"{run_dir}: a run goes on with the problems it began with, but `environment` gives "
-            "others now: held-out ones may be among those that were trained on; the problems must "
-            "follow from `seed` and `environment` alone"
-        )
-    return replace(state, problems=environment.digest)
-
-
-def _checkpoint_to_resume(config: RunConfig, run_dir: Path) -> Path:
-    before = load_config(RunConfig, run_dir / CONFIG_FILE)
-    if before != config:
-        changed = [
-            name
-            for name in RunConfig.model_fields
-            if getattr(before, name) != getattr(config, name)
-        ]
-        raise UserError(
-            f"{run_dir}: a run goes on with the config it began with, but {', '.join(changed)} "
-            f"differ from {CONFIG_FILE} there"
-        )
-    return latest_checkpoint(run_dir)
-
-
-def _state_to_resume(config: RunConfig, checkpoint: Path, context: RunContext) -> TrainerState:
-    """The state of a checkpoint, moved to the next phase if its own has ended."""
-    state = read_trainer_state(checkpoint, config, context.llama)
-    has_ended = state.phase_step == config.phases[state.phase].steps
-    if not has_ended or state.phase + 1 == len(config.phases):
-        return state
-    return replace(
-        state,
-        phase=state.phase + 1,
-        phase_step=0,
-        position=0,
-        optimizer=None,
-        skipped_in_a_row=0,
+    is_new = start.checkpoint is None and not start.begins_again
+    if start.begins_again:
+        drop_records_after(run_dir, -1, None)
+    if start.checkpoint is not None:
+        if is_format_1(start.checkpoint):
+            name = start.checkpoint.name
+            print_line(console, f"{name} is of format 1, without checksums; the next is of 2")
+        is_evaluated = len(state.rewards) > state.phase
+        new_phase = None if is_evaluated else config.phase_name(state.phase)
+        for problem in drop_records_after(run_dir, state.step, new_phase):
+            print_line(console, problem)
+    return MetricsWriter(
+        run_dir,
+        tensorboard=config.logging.tensorboard,
+        first_step=None if is_new else state.step,
     )
-
-
-def _check_unused(run_dir: Path) -> None:
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"{run_dir}: must be a folder, is a file")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        raise UserError(
-            f"{run_dir}: must be new or empty; choose another --run-dir, remove it, or go on with "
-            "the run in it with --resume"
-        )
 
 
 def _check_packages(config: LoggingConfig) -> None:
@@ -201,7 +162,8 @@ class Trainer:
         self._writer = writer
         self._display = display
         self._started = started - state.seconds
-        self._saved_at = (state.phase, state.phase_step) if state.step else None
+        is_new = state.optimizer is None and state.step == 0
+        self._saved_at = None if is_new else (state.phase, state.phase_step)
         self.state = state
         self._on_files = FileSummary()
         self._final: Evaluation | None = None

@@ -44,6 +44,15 @@ logging: {samples_every: 2, num_samples: 2, tensorboard: false, report: false}
 """
 
 
+FEW_STEPS = [
+    *("phases.0.steps=2", "phases.0.documents_per_step=4", "phases.1.steps=2"),
+    *("phases.1.mini_batches=1", "phases.1.rollouts.prompts_per_step=2"),
+    *("environment.heldout_prompts=2", "environment.train_prompts=20"),
+    *("checkpoint.every=1", "evaluation.every=1", "logging.samples_every=1"),
+]
+"""Overrides for a run of four steps that writes all it can after each."""
+
+
 class FinishedRun(NamedTuple):
     """A run that the command line made."""
 

@@ -10,11 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def torchrun(num_processes: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    num_processes: int, module: str, *arguments: str, max_restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_processes), "-m", module),
+            *("--nproc-per-node", str(num_processes), "--max-restarts", str(max_restarts)),
+            *("-m", module),
             *arguments,
         ],
         cwd=ROOT,

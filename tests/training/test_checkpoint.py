@@ -57,10 +57,6 @@ class Run:
         config = tiny(*OVERRIDES)
         return read_trainer_state(self.last, config, _llama(self.last))
 
-    def seal(self) -> None:
-        """Writes the manifest of the last checkpoint anew, as somebody else might."""
-        write_manifest(self.last, config_digest(tiny(*OVERRIDES)))
-
 
 def _llama(folder: Path) -> Llama:
     return Llama(read_llama_config(folder), device="meta", dtype=torch.float64)
@@ -262,10 +258,12 @@ def test_rl8_states_of_format_1_are_checked_too(
 def test_rl8_a_bonus_that_the_config_excludes_is_refused(
     run: Run, bonus: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = run.last / "trainer" / "progress.json"
+    checkpoint = run.checkpoints / "rl-000004"
+    file = checkpoint / "trainer" / "progress.json"
     values = json.loads(file.read_text("utf-8")) | {"entropy_bonus": bonus}
     file.write_text(json.dumps(values), encoding="utf-8")
-    run.seal()
+    write_manifest(checkpoint, config_digest(tiny(*OVERRIDES)))  # as somebody else might
+    run.go_on_from("rl-000004")
     assert run.resume() == 2
     assert message in capsys.readouterr().err
 
@@ -386,8 +384,6 @@ def test_j21_foreign_folders_stay_and_half_written_ones_go(run: Run) -> None:
 
 
 def test_rl5_only_this_run_s_checkpoints_are_removed(run: Run, made: Run) -> None:
-    config = run.folder / "config.yaml"
-    config.write_text(config.read_text("utf-8").replace("keep: 9", "keep: 2"), encoding="utf-8")
     run.command = [*made.command, "checkpoint.keep=2"]
     _stays(run)
     assert {path.name for path in run.checkpoints.iterdir()} == {
@@ -412,8 +408,6 @@ def test_rl5_a_foreign_folder_of_the_checkpoint_s_name_is_not_overwritten(
 
 
 def test_checkpoints_of_later_steps_are_not_kept_before_earlier_ones(run: Run) -> None:
-    config = run.folder / "config.yaml"
-    config.write_text(config.read_text("utf-8").replace("keep: 9", "keep: 2"), encoding="utf-8")
     run.command = [*run.command, "checkpoint.keep=2", "phases.1.steps=2"]
     run.last.rename(run.checkpoints / "rl-000009")
     run.go_on_from("rl-000004")

@@ -88,31 +88,6 @@ def test_resume_after_a_phase_begins_the_next_one(
     assert rewards == [0, 12, 16]
 
 
-def test_a_finished_run_resumes_to_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
-    assert main(command) == 0
-    weights = final_weights(run)
-    first = capsys.readouterr().out.splitlines()[-1]
-    assert main([*command, "--resume"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split(" (")[0] == first.split(" (")[0]
-    torch.testing.assert_close(final_weights(run), weights, rtol=0, atol=0)
-
-
-def test_only_the_same_config_resumes(
-    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_tiny(tmp_path)
-    command = ["train", str(config), "--run-dir", str(finished.folder), "--resume", "seed=9"]
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert "goes on with the config it began with, but seed, evaluation, logging differ" in error
-    assert main(["train", str(config), "--run-dir", str(tmp_path / "no"), "--resume"]) == 2
-    assert not (tmp_path / "no").exists()
-
-
 # As the script starts it; a shell's background job, such as the tests may be, ignores SIGINT.
 SCRIPT = """
 import signal

@@ -11,7 +11,7 @@ from fastrl import HeadOutput, OptimizerStep
 from fastrl.functional.batch import BatchKwargs
 from fastrl.models.llama import Llama
 from fastrl.training import phases
-from fastrl.training.context import RunContext, build_context
+from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.environment import Scores
 from fastrl.training.phases import Phase
 from fastrl.training.step_metrics import UpdateMetrics
@@ -116,7 +116,7 @@ def test_the_first_update_gives_the_old_logprobs(
             f"phases.1.losses={{policy: {{{loss}}}}}",
             *(f"{key}={value}" for key, value in chosen.items()),
         )
-        context = build_context(config, distributed=True)  # with its micro-sequences
+        context = build_context(config, processes=processes_of(config))  # with its micro-sequences
         phase = begin_phase(config, 1, context)
         metrics = [phase.step().metrics for _ in range(2)]
         return context.llama.state_dict(), metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fastrl.cli import main
 from fastrl.config import UserError, parse_config
 from fastrl.config.environment import PythonEnvironmentConfig
 from fastrl.training.environment import RunEnvironment
-from fastrl.training.run import _with_problems
+from fastrl.training.resume import with_inputs
 from fastrl.training.trainer_state import TrainerState
 from tests.helpers.runs import write_tiny
 
@@ -156,8 +157,9 @@ def test_a_run_goes_on_with_the_problems_it_began_with(
     tmp_path: Path,
 ) -> None:
     environment = RunEnvironment(_config(tmp_path), 0)
-    began = _with_problems(TrainerState(), environment, tmp_path)
+    context: Any = SimpleNamespace(environment=environment, processes=_OtherProcess(""))
+    began = with_inputs(TrainerState(), context, {}, tmp_path)
     assert began.problems == environment.digest
-    assert _with_problems(began, environment, tmp_path) == began
+    assert with_inputs(began, context, {}, tmp_path) == began
     with pytest.raises(UserError, match="goes on with the problems it began with"):
-        _with_problems(replace(began, problems="0" * 64), environment, tmp_path)
+        with_inputs(replace(began, problems="0" * 64), context, {}, tmp_path)
