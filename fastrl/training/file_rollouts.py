@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+import hashlib
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 
 from fastrl.config.base import UserError
@@ -25,6 +26,11 @@ class RolloutFiles:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._read: dict[Hashable, list[Document]] = {}
+        self._digests: dict[str, str] = {}
+
+    def digest(self, path: str) -> str:
+        """SHA-256 of the content of a file whose documents were read."""
+        return self._digests[path]
 
     def documents(
         self, path: str, require: tuple[str, ...], config: FileRolloutsConfig
@@ -42,10 +48,14 @@ class RolloutFiles:
         """
         key = (path, require, config.ignore, tuple(config.reward_columns.items()))
         if key not in self._read:
-            self._read[key] = documents = []
-            for document in read_rollouts(
+            records = read_rollouts(
                 path, require=require, ignore=config.ignore, reward_columns=config.reward_columns
-            ):
+            )
+            if path not in self._digests:
+                with open(path, "rb") as file:  # first, so that a change meanwhile is one
+                    self._digests[path] = hashlib.file_digest(file, "sha256").hexdigest()
+            self._read[key] = documents = []
+            for document in records:
                 documents.append(document)
                 largest = max(document.tokens)
                 if largest >= self._vocab_size:
@@ -106,6 +116,7 @@ class FileRollouts:
             )
         self.items = ShuffledItems(group_over_files(read), seed)
         self.longest = max(len(document.tokens) for _, document in named)
+        self.digests: Mapping[str, str] = {path: files.digest(path) for path in config.paths}
 
     def next(self) -> Rollouts:
         """As many groups as make up the documents of the step."""

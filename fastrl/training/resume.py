@@ -72,9 +72,11 @@ def state_to_resume(config: RunConfig, checkpoint: Path, context: RunContext) ->
     """The state of a checkpoint, moved to the next phase if its own has ended.
 
     Raises:
-        UserError: as `read_trainer_state`.
+        UserError: as `read_trainer_state`; another tokenizer than the run began with.
     """
     state = read_trainer_state(checkpoint, config, context.llama)
+    if config.tokenizer.type == "file":
+        _check_tokenizer(checkpoint, config.tokenizer.path, context.tokenizer.files)
     has_ended = state.phase_step == config.phases[state.phase].steps
     if not has_ended or state.phase + 1 == len(config.phases):
         return state
@@ -94,20 +96,47 @@ def with_inputs(
     sources: Mapping[int, RolloutSource],
     run_dir: Path,
 ) -> TrainerState:
-    """The state with digest of the run's problems.
+    """The state with digests of the run's problems and of the rollout files still to be read.
+
+    All processes must call.
 
     Raises:
-        UserError: others than the run began with.
+        UserError: others than the run began with, or others on another process.
     """
+    digests = {path: sha for source in sources.values() for path, sha in source.digests.items()}
+    for other in context.processes.gather(digests):
+        _check_files(other, digests, "must be the same on all processes, is not")
+    known = {path: state.files.get(path, sha) for path, sha in digests.items()}
+    changed = "must be as it was when the run began, but has other content"
+    _check_files(known, digests, f"{changed}, so {run_dir} cannot go on with it; put the old back")
     if context.environment is None:
-        return state
+        return replace(state, files=digests)
     if state.problems not in ("", context.environment.digest):
         raise UserError(
             f"{run_dir}: a run goes on with the problems it began with, but `environment` gives "
             "others now: held-out ones may be among those that were trained on; the problems must "
             "follow from `seed` and `environment` alone"
         )
-    return replace(state, problems=context.environment.digest)
+    return replace(state, files=digests, problems=context.environment.digest)
+
+
+def _check_files(wanted: Mapping[str, str], found: Mapping[str, str], requirement: str) -> None:
+    for path, digest in found.items():
+        if wanted[path] != digest:
+            raise UserError(
+                f"{path}: the rollout file {requirement} (SHA-256 {wanted[path][:12]}..., got "
+                f"{digest[:12]}...)"
+            )
+
+
+def _check_tokenizer(checkpoint: Path, path: str, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        kept = checkpoint / name
+        if kept.exists() and kept.read_bytes() != content:
+            raise UserError(
+                f"{path}: the tokenizer must be as it was when the run began, but gives another "
+                f"{name} than {checkpoint} has; put the old one back"
+            )
 
 
 def _check_no_other_files(run_dir: Path) -> None:

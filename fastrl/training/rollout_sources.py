@@ -7,6 +7,8 @@ same way is there once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastrl.config.base import UserError
 from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
 from fastrl.config.training import RunConfig
@@ -41,6 +43,7 @@ class SupervisedDocuments:
         self._number = config.documents_per_step
         self.items = ShuffledItems(documents, seed)
         self.longest = max(len(document.tokens) for document in documents)
+        self.digests: Mapping[str, str] = {}
 
     def next(self) -> Rollouts:
         return Rollouts(self.items.take(self._number), {}, [])

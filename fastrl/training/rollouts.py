@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
@@ -47,10 +47,12 @@ class RolloutSource(Protocol):
     Attributes:
         items: what steps are made of; a checkpoint holds their position.
         longest: the most tokens that a document can have.
+        digests: SHA-256 of the files that the documents come from, by their path.
     """
 
     items: ShuffledItems[Any]
     longest: int
+    digests: Mapping[str, str]
 
     def next(self) -> Rollouts:
         """The documents of the next step."""

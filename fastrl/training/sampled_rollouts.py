@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from fastrl.config.phases import AdvantageConfig, SamplerRolloutsConfig
@@ -45,6 +45,7 @@ class SampledRollouts:
         prompts = [(problem, tokenizer.encode(problem.prompt)) for problem in environment.train]
         self.items = ShuffledItems(prompts, seed)
         self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
+        self.digests: Mapping[str, str] = {}
 
     def next(self) -> Rollouts:
         """A group of completions for each of the next problems."""

@@ -54,6 +54,8 @@ class TrainerState:
         reference: weights of the frozen reference policy, if the phase has one.
         entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
         problems: digest of the environment's problems; empty without an environment.
+        files: SHA-256 of the rollout files of this phase and later ones, by their path; none from
+            a checkpoint of format 1.
         skipped_in_a_row: the phase's last updates that were left out, one after another.
     """
 
@@ -67,6 +69,7 @@ class TrainerState:
     reference: dict[str, Tensor] | None = None
     entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
     problems: str = ""
+    files: dict[str, str] = field(default_factory=dict)
     skipped_in_a_row: int = 0
 
 
@@ -87,6 +90,7 @@ class _Progress(Config):
     rewards: tuple[float | None, ...]
     entropy_bonus: dict[str, _EntropyBonus]
     problems: str
+    files: dict[str, str]
     skipped_in_a_row: int = _COUNT
 
 
@@ -212,7 +216,7 @@ def _read_format_1(
         if reference is not None:
             wanted = dict(llama.named_parameters())  # a tied head stood there twice
             reference = {name: tensor for name, tensor in reference.items() if name in wanted}
-        numbers = {"format": 2, "skipped_in_a_row": 0, **values}
+        numbers = {"format": 2, "files": {}, "skipped_in_a_row": 0, **values}
         numbers["rewards"] = [
             None if math.isnan(reward) else reward for reward in values["rewards"]
         ]

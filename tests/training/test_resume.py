@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastrl.cli import main
+from fastrl.config import UserError
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training import run as runs
 from fastrl.training.evaluate import evaluate
 from fastrl.training.interrupt import StopRequest
 from fastrl.training.phases import Phase, StepResult
+from fastrl.training.resume import with_inputs
 from fastrl.training.run import Trainer
+from fastrl.training.tokenizer_folder import CHARACTERS_END, character_tokenizer_json
+from fastrl.training.trainer_state import TrainerState
 from tests.helpers.killed_runs import check_same, lines, score_here
 from tests.helpers.runs import FEW_STEPS, final_weights, write_tiny
 
@@ -357,6 +362,25 @@ def _go_on_from(name: str) -> None:
     Path("run/checkpoints/latest").write_text(f"{name}\n", encoding="utf-8")
 
 
+@pytest.mark.parametrize("number", [5, 50, 1])
+@pytest.mark.parametrize(
+    ("name", "file"), [("first-000002", "one"), ("first-000002", "two"), ("second-000004", "two")]
+)
+def test_j24_changed_rollout_files_are_refused(
+    on_files: list[str], number: int, name: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _go_on_from(name)
+    _write_groups(Path(f"{file}.jsonl"), number, first=6)
+    before = _content(Path("run"))
+    capsys.readouterr()
+    assert main(on_files) == 2
+    assert capsys.readouterr().err.startswith(
+        f"fastrl: error: {file}.jsonl: the rollout file must be as it was when the run began, but "
+        "has other content, so run cannot go on with it; put the old back (SHA-256 "
+    )
+    assert _content(Path("run")) == before
+
+
 def test_the_last_line_of_a_run_on_files_counts_the_steps_before(
     on_files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +391,52 @@ def test_the_last_line_of_a_run_on_files_counts_the_steps_before(
         ends.append(capsys.readouterr().out.splitlines()[-1].partition(" (grpo")[0])
         _go_on_from("second-000004")
     assert ends[0] == ends[1]
+
+
+def test_j24_files_that_nothing_reads_any_more_may_change(on_files: list[str]) -> None:
+    before = final_weights(Path("run"))
+    text = FILES.replace("[one.jsonl, two.jsonl]", "[two.jsonl]")
+    Path("files.yaml").write_text(text, encoding="utf-8")
+    shutil.rmtree("run")
+    assert main(on_files) == 0
+    whole = final_weights(Path("run"))
+    assert any(not torch.equal(whole[name], before[name]) for name in whole)
+    _go_on_from("first-000003")
+    Path("one.jsonl").unlink()
+    assert main(on_files) == 0
+    torch.testing.assert_close(final_weights(Path("run")), whole, rtol=0, atol=0)
+
+
+def test_j24_processes_must_read_the_same_files(tmp_path: Path) -> None:
+    """A process whose disk has another file of that name would train on it."""
+
+    class Other:
+        def gather(self, value: dict[str, str]) -> list[dict[str, str]]:
+            return [dict.fromkeys(value, "b" * 64), value]
+
+    source: Any = SimpleNamespace(digests={"one.jsonl": "a" * 64})
+    context: Any = SimpleNamespace(environment=None, processes=Other())
+    with pytest.raises(UserError, match=r"^one\.jsonl: the rollout file must be the same on all"):
+        with_inputs(TrainerState(), context, {0: source}, tmp_path)
+
+
+def test_j24_another_tokenizer_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ids of later steps would mean something else."""
+    file = tmp_path / "tokenizer.json"
+    characters = "0123456789+-= "
+    file.write_bytes(character_tokenizer_json(characters))
+    tokenizer = f"tokenizer={{type: file, path: {file}, end_token: '{CHARACTERS_END}'}}"
+    run = Run(tmp_path / "run", tokenizer)
+    assert run.train() == 0
+    run.go_on_from("rl-000003")
+    capsys.readouterr()
+    file.write_bytes(character_tokenizer_json(characters[::-1]))
+    assert run.train() == 2
+    assert "tokenizer.json: the tokenizer must be as it was when the run began" in (
+        capsys.readouterr().err
+    )
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_a_message(
