@@ -234,3 +234,32 @@ def shard_like(
         return whole
     # No rank sends: each cuts its own part.
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def local_part(parameter: Tensor) -> tuple[slice, ...]:
+    """The part of the whole that this rank holds of a parameter, by dimension."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    (chunk,) = parameter.__create_chunk_list__()
+    return tuple(
+        slice(offset, offset + size)
+        for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+
+
+def with_layout_of(
+    part: Tensor,  # this rank's, as `local_part` says
+    parameter: Tensor,
+) -> Tensor:
+    """A tensor on the device of `parameter`, sharded as it is, from the part of each rank."""
+    part = part.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lm_head, table
+from benchmarks import checkpoint, lm_head, table
 
 KEYS = {
     "implementation", "strategy", "loss", "shape", "rows_labelled", "rows_active", "passes",
@@ -44,6 +44,22 @@ def test_a_tiny_run(
     text = table.with_tables("a\n<!-- benchmark tiny -->\nold\n<!-- end -->\nb\n")
     assert "fastrl (single_pass)" in text
     assert "old" not in text
+
+
+def test_a_checkpoint_of_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "checkpoint.json"
+    arguments = ["checkpoint", "--shape", "tiny", "--reference", "--repeats", "1"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--folder", str(tmp_path), "--json", str(file)])
+    checkpoint.main()
+    assert "background" in capsys.readouterr().out
+    waits, goes_on = json.loads(file.read_text())
+    assert waits["bytes"] == goes_on["bytes"] > 10**6
+    for row in (waits, goes_on):
+        assert 0 < row["blocking_ms"] <= 1e3 * row["total_s"] + 1
+        assert row.keys() >= {"first_blocking_ms", "gpu", "torch", "commit"}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
 
 
 def test_published_tables_say_what_the_files_say() -> None:

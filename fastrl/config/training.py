@@ -68,6 +68,9 @@ class CheckpointConfig(Config):
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints that are kept, the most recent ones."""
 
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
+
 
 class ParallelConfig(Config):
     """Sizes of the axes that a run is spread over; they multiply to the number of processes."""

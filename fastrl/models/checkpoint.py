@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastrl.config import HeadOptions, LlamaConfig, UserError
 from fastrl.models.hf_config import llama_config_from_hf, llama_config_to_hf
 from fastrl.models.llama import Llama
-from fastrl.parallel import ParallelGroups, shard_like, whole_tensor
+from fastrl.parallel import ParallelGroups, local_part, whole_tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 # Old checkpoints store these constants; they follow from the config.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 def load_llama(
@@ -98,8 +106,8 @@ def read_llama_config(
 def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
     """Copies the weights of a Hugging Face folder into a model, casting to its dtype.
 
-    The parameters, initialised or not, keep their storage. Each rank of a sharded model reads the
-    files and keeps its shards.
+    The parameters, initialised or not, keep their storage. Each rank of a sharded model reads its
+    own parts of the files.
 
     Raises:
         UserError: a missing or malformed file; tensors that are missing, unexpected, of another
@@ -121,8 +129,18 @@ def load_weights(llama: Llama, path: str | os.PathLike[str]) -> None:
         with _opened(file) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
                 parameter = parameters[name]
-                tensor = tensors.get_tensor(name).to(parameter.device)
-                parameter.copy_(shard_like(tensor, parameter))
+                part = read_part(tensors, name, parameter)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(part)
+
+
+def read_part(tensors: Any, name: str, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor of an open safetensors file, split as a parameter is.
+
+    Nothing else of it is read. It may be a view of the file, which is mapped.
+    """
+    part: Tensor = tensors.get_slice(name)[local_part(parameter)]
+    return part
 
 
 def _check_tensors(
@@ -139,8 +157,8 @@ def _check_tensors(
                 if name in parameters and shape != list(parameters[name].shape):
                     expected = list(parameters[name].shape)
                     problems.append(f"`{name}` must have shape {expected}, got {shape}")
-                if name in parameters and dtype not in _FLOAT_DTYPES:
-                    problems.append(f"`{name}` must be of {', '.join(_FLOAT_DTYPES)}, got {dtype}")
+                if name in parameters and dtype not in FLOAT_DTYPES:
+                    problems.append(f"`{name}` must be of {', '.join(FLOAT_DTYPES)}, got {dtype}")
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:10])
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -213,7 +231,7 @@ def save_llama(
     llama: Llama,
     path: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     writes: bool = True,
 ) -> None:
     """Writes a Hugging Face folder, which appears complete or not at all.
@@ -253,32 +271,47 @@ def save_llama(
 
 def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
     parameters = dict(llama.named_parameters())
-    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+    files = weight_files(llama, max_shard_bytes)
+    for file in sorted(set(files.values())):
+        tensors = {
+            name: whole_tensor(parameters[name].detach()).cpu().contiguous()
+            for name, holder in files.items()
+            if holder == file
+        }
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # an error of the file system
+            raise OSError(f"{folder / file}: {error}") from error
+    for file, content in json_files(llama, files).items():
+        (folder / file).write_bytes(content)
+
+
+def weight_files(llama: Llama, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
+    """The file of each parameter in a Hugging Face folder, by the parameter's name."""
+    sizes = {name: p.numel() * p.element_size() for name, p in llama.named_parameters()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         used = sum(sizes[other] for other in shards[-1])
         if shards[-1] and used + size > max_shard_bytes:
             shards.append([])
         shards[-1].append(name)
-    weight_map: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = file if len(shards) > 1 else WEIGHTS_FILE
-        tensors = {
-            name: whole_tensor(parameters[name].detach()).cpu().contiguous() for name in names
-        }
-        try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # an error of the file system
-            raise OSError(f"{folder / file}: {error}") from error
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX_FILE, index)
+        files |= dict.fromkeys(names, file if len(shards) > 1 else WEIGHTS_FILE)
+    return files
+
+
+def json_files(llama: Llama, files: Mapping[str, str]) -> dict[str, bytes]:
+    """config.json and, where there are several `weight_files`, their index: contents by name."""
+    parameters = dict(llama.named_parameters())
     dtype = str(parameters[_EMBEDDING].dtype).removeprefix("torch.")
-    _write_json(folder / CONFIG_FILE, llama_config_to_hf(llama.config, dtype))
+    result = {CONFIG_FILE: _json(llama_config_to_hf(llama.config, dtype))}
+    if len(set(files.values())) > 1:
+        total = sum(p.numel() * p.element_size() for p in parameters.values())
+        result[INDEX_FILE] = _json({"metadata": {"total_size": total}, "weight_map": dict(files)})
+    return result
 
 
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()

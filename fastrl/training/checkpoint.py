@@ -17,74 +17,86 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastrl.config import RunConfig, UserError, load_config
-from fastrl.models.checkpoint import save_llama
-from fastrl.models.llama import Llama
 from fastrl.training.manifest import check_manifest, config_digest, is_of_config, write_manifest
-from fastrl.training.trainer_state import TrainerState, is_format_1, write_trainer_state
+from fastrl.training.trainer_state import TrainerState, is_format_1
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST_FILE = "latest"
 
 
-def save_checkpoint(
-    run_dir: Path,
-    config: RunConfig,
-    llama: Llama,
-    state: TrainerState,
-    *,
-    files: Mapping[str, bytes],
-    say: Callable[[str], object],
-    writes: bool = True,
-) -> Path:
-    """Writes a checkpoint, makes it the latest and removes all but the last `checkpoint.keep`.
-
-    Only folders that are checkpoints of this run, or were to become one, are removed.
+class NewCheckpoint:
+    """A checkpoint that is being written: a hidden folder until it is complete and on the disk.
 
     Args:
         run_dir: folder of the run.
         config: of the run.
-        llama: all ranks of a sharded model must call it.
-        state: with whole tensors.
-        files: contents of further files by name, those of the tokenizer.
+        state: whose phase and step name it.
+        files: contents of its files but those of tensors and the manifest, by path in the folder.
         say: takes messages about old checkpoints that cannot be removed.
-        writes: whether this rank writes; the others only contribute their shards.
 
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        UserError: it cannot be written; nothing is left of it.
+    Attributes:
+        folder: the checkpoint, under the name that it gets.
+        temporary: where it is written.
     """
-    folder = run_dir / CHECKPOINTS_FOLDER
-    target = folder / f"{config.phase_name(state.phase)}-{state.step:06}"
-    temporary = folder / f".{target.name}.partial"
-    if not writes:
-        save_llama(llama, temporary, writes=False)
-        return target
-    digest = config_digest(config)
-    _remove_partial(folder, config, say)
-    try:
-        save_llama(llama, temporary)
-        for name, content in files.items():
-            (temporary / name).write_bytes(content)
-        write_trainer_state(state, temporary)
-        write_manifest(temporary, digest)
-        _sync(temporary)
-        if target in _own_checkpoints(folder, config, digest):
-            _remove(target, say)  # left by a run that resumed before this step
-        if target.exists():
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        state: TrainerState,
+        files: Mapping[str, bytes],
+        say: Callable[[str], object],
+    ) -> None:
+        self._config = config
+        self._digest = config_digest(config)
+        self._files = files
+        self._say = say
+        name = f"{config.phase_name(state.phase)}-{state.step:06}"
+        self.folder = run_dir / CHECKPOINTS_FOLDER / name
+        self.temporary = self.folder.with_name(f".{name}.partial")
+
+    def begin(self) -> None:
+        """Makes the folder with all files but those of tensors.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.folder.parent.mkdir(exist_ok=True)
+        _remove_partial(self.folder.parent, self._config, self._say)
+        self.temporary.mkdir()
+        for name, content in self._files.items():
+            file = self.temporary / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
+
+    def finish(self) -> None:
+        """Makes it the latest, and removes all but the last `checkpoint.keep`.
+
+        Only folders that are checkpoints of this run, or were to become one, are removed.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_manifest(self.temporary, self._digest)
+        _sync(self.temporary)
+        folder = self.folder.parent
+        if self.folder in _own_checkpoints(folder, self._config, self._digest):
+            _remove(self.folder, self._say)  # left by a run that resumed before this step
+        if self.folder.exists():
             raise FileExistsError(None, "the folder is there and not of this run; move it away")
-        temporary.rename(target)
-        _write_latest(folder, target.name)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"{target}: the checkpoint cannot be written: {error.strerror or error}; the run ends "
-            "here, and the checkpoints before are as they were"
-        ) from error
-    _remove_old(target, config, digest, say)
-    return target
+        self.temporary.rename(self.folder)
+        _write_latest(folder, self.folder.name)
+        _remove_old(self.folder, self._config, self._digest, self._say)
+
+    def failed(self, cause: str, *, cleans: bool) -> UserError:
+        """The error of a checkpoint that cannot be written; a rank that `cleans` removes it."""
+        if cleans:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        return UserError(
+            f"{self.folder}: the checkpoint cannot be written: {cause}; the run ends here, and the "
+            "checkpoints before are as they were"
+        )
 
 
 def _remove_old(target: Path, config: RunConfig, digest: str, say: Callable[[str], object]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.config.phases import OptimizerConfig
-from fastrl.parallel import shard_like, whole_tensor
+from fastrl.parallel import whole_tensor
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -84,7 +84,7 @@ def apply_update(
 def optimizer_state(
     optimizer: torch.optim.AdamW, names: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Moments and step of each parameter, which are not whole for a sharded one.
+    """Moments, sharded as the parameter, and step of each parameter; not copies.
 
     Args:
         optimizer: from `build_optimizer`.
@@ -99,18 +99,9 @@ def load_optimizer(
     names: Sequence[str],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Loads the whole tensors of `optimizer_state`, written by any number of processes.
+    """Loads the tensors of `optimizer_state`, sharded as the parameters are.
 
     The hyperparameters stay those of `optimizer`.
     """
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    sharded = {
-        index: {
-            part: shard_like(tensor.to(parameter.device), parameter) if tensor.ndim else tensor
-            for part, tensor in state[name].items()
-        }
-        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
-        if name in state
-    }
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": sharded})
+    states = {index: dict(state[name]) for index, name in enumerate(names) if name in state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

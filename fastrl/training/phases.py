@@ -34,7 +34,7 @@ from fastrl.training.optimizer import (
     optimizer_state,
 )
 from fastrl.training.order import seeded
-from fastrl.training.processes import frozen_copy, full_state, load_full_weights
+from fastrl.training.processes import frozen_copy
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
 from fastrl.training.sampled_rollouts import SampledRollouts
@@ -116,6 +116,7 @@ class Phase:
             and not self._are_on_policy(config)
         )
 
+    @torch.no_grad()
     def restore(self, state: TrainerState) -> None:
         """Resumes from a checkpoint of this phase, whose weights have been loaded.
 
@@ -133,7 +134,8 @@ class Phase:
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
             assert state.reference is not None
-            load_full_weights(self.reference, state.reference)
+            for name, parameter in self.reference.named_parameters():
+                parameter.copy_(state.reference[name])
 
     def _check(self, state: TrainerState) -> None:
         """Refuses what a checkpoint of this phase cannot hold."""
@@ -167,13 +169,13 @@ class Phase:
         return bool(torch.stack([shard.isfinite().all() for shard in shards]).all())
 
     def state(self, before: TrainerState) -> TrainerState:
-        """The run's state with what `restore` needs; all ranks must call."""
+        """The run's state with what `restore` needs; the tensors are those of the phase."""
         losses, reference, llama = self._policy_losses(), self.reference, self._context.llama
         return replace(
             before,
             position=self.source.items.position,
-            optimizer=full_state(optimizer_state(self.optimizer, trained_names(llama))),
-            reference=None if reference is None else full_state(dict(reference.named_parameters())),
+            optimizer=optimizer_state(self.optimizer, trained_names(llama)),
+            reference=None if reference is None else dict(reference.named_parameters()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
             skipped_in_a_row=self.skipped_in_a_row,
         )

@@ -154,17 +154,6 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
     return Processes(config, dist.get_rank(), device, mesh)
 
 
-def full_state(state: Any) -> Any:
-    """A state dict with whole tensors on the CPU in place of sharded ones; all ranks must call."""
-    if isinstance(state, torch.Tensor):
-        return whole_tensor(state.detach()).cpu()
-    if isinstance(state, dict):
-        return {key: full_state(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [full_state(value) for value in state]
-    return state
-
-
 @torch.no_grad()
 def sync_full_weights(llama: Llama, copy: Llama) -> None:
     """Copies the weights of a sharded model into a whole one; all ranks must call."""

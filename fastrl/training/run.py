@@ -13,7 +13,7 @@ from rich.console import Console
 from fastrl.config import RunConfig, UserError, save_config
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.config.training import LoggingConfig
-from fastrl.training.checkpoint import CONFIG_FILE, save_checkpoint
+from fastrl.training.checkpoint import CONFIG_FILE
 from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.evaluate import Evaluation, evaluate
@@ -25,6 +25,7 @@ from fastrl.training.report import write_report
 from fastrl.training.resume import Start, find_start, state_to_resume, with_inputs
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
+from fastrl.training.saving import CheckpointSaver
 from fastrl.training.trainer_state import TrainerState, is_format_1
 
 
@@ -162,6 +163,7 @@ class Trainer:
         self._writer = writer
         self._display = display
         self._started = started - state.seconds
+        self._saver = CheckpointSaver(run_dir, config, context.processes, display.message)
         is_new = state.optimizer is None and state.step == 0
         self._saved_at = None if is_new else (state.phase, state.phase_step)
         self.state = state
@@ -180,8 +182,13 @@ class Trainer:
             Whether the run is finished. The checkpoint is written in both cases.
 
         Raises:
-            UserError: a loss is not finite, or the gradients of too many updates are not.
+            UserError: a loss is not finite, or the gradients of too many updates are not; a
+                checkpoint cannot be written.
         """
+        with self._saver:
+            return self._run(stop)
+
+    def _run(self, stop: StopRequest) -> bool:
         while True:
             if not self._run_phase(stop):
                 self._save()
@@ -221,7 +228,7 @@ class Trainer:
             self._on_files.add(metrics)
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
-            if self._context.processes.any(stop.requested):
+            if self._context.processes.any(stop.requested or self._saver.has_failed):
                 return False
             self._step(phase)
             last = phase.steps_done == config.steps
@@ -292,13 +299,5 @@ class Trainer:
             )
         state = self._phase.state(replace(self.state, seconds=self.seconds))
         self._writer.sync()
-        save_checkpoint(
-            self._run_dir,
-            self._config,
-            self._context.llama,
-            state,
-            files=self._context.tokenizer.files,
-            say=self._display.message,
-            writes=self._context.processes.is_main,
-        )
+        self._saver.save(self._context.llama, state, self._context.tokenizer.files)
         self._saved_at = place

@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.config.base import Config
+from fastrl.models.checkpoint import FLOAT_DTYPES, read_part
+from fastrl.parallel import local_part, with_layout_of
 
 TRAINER_FOLDER = "trainer"
 PROGRESS_FILE = "progress.json"
@@ -49,9 +50,10 @@ class TrainerState:
         position: of the phase's data source.
         seconds: that the run took so far.
         rewards: held-out reward before each phase that has begun; NaN without an environment.
-        optimizer: moments and step by the parameter's name, empty before the phase's first update;
-            None before its first checkpoint.
-        reference: weights of the frozen reference policy, if the phase has one.
+        optimizer: moments, sharded as the parameter, and step by the parameter's name, empty before
+            the phase's first update; None before its first checkpoint.
+        reference: weights of the frozen reference policy, sharded as the model's, if the phase has
+            one.
         entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
         problems: digest of the environment's problems; empty without an environment.
         files: SHA-256 of the rollout files of this phase and later ones, by their path; none from
@@ -94,62 +96,61 @@ class _Progress(Config):
     skipped_in_a_row: int = _COUNT
 
 
-def write_trainer_state(state: TrainerState, checkpoint: Path) -> None:
-    """Writes the files of a state, whose tensors are whole, into a checkpoint's folder.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    folder = checkpoint / TRAINER_FOLDER
-    folder.mkdir()
+def progress_json(state: TrainerState) -> bytes:
+    """The content of progress.json."""
     values = {name: getattr(state, name) for name in _Progress.model_fields if name != "format"}
     values["rewards"] = [None if math.isnan(reward) else reward for reward in state.rewards]
     text = json.dumps({"format": 2, **values}, indent=2, allow_nan=False)
-    (folder / PROGRESS_FILE).write_text(f"{text}\n", encoding="utf-8")
+    return f"{text}\n".encode()
+
+
+def state_tensors(state: TrainerState) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a state by their file, relative to the checkpoint, and their name there."""
     tensors = {
         f"{parameter}.{name}": tensor
         for parameter, values in (state.optimizer or {}).items()
         for name, tensor in values.items()
     }
-    _save_tensors(tensors, folder / OPTIMIZER_FILE)
+    files = {f"{TRAINER_FOLDER}/{OPTIMIZER_FILE}": tensors}
     if state.reference is not None:
-        _save_tensors(state.reference, folder / REFERENCE_FILE)
+        files[f"{TRAINER_FOLDER}/{REFERENCE_FILE}"] = state.reference
+    return files
 
 
 def read_trainer_state(checkpoint: Path, config: RunConfig, llama: nn.Module) -> TrainerState:
-    """The state in a checkpoint, checked against config and model.
+    """The state in a checkpoint, checked against config and model, its tensors as the model's.
 
-    The fields of a format 1 file are read by torch.load with `weights_only=True`.
+    They are on the device of the parameters and sharded in the same way. A rank reads its parts
+    alone, but a file of format 1 whole, by torch.load with `weights_only=True`.
 
     Raises:
         UserError: a file that is missing or malformed; numbers that the config's phases do not
             take; tensors of other names, shapes or dtypes than the model's parameters need.
     """
     folder = checkpoint / TRAINER_FOLDER
+    parameters = dict(llama.named_parameters())
+    moments = _optimizer_tensors(llama)
     if is_format_1(checkpoint):
         source = checkpoint / FORMAT_1_FILE
         values, optimizer, reference = _read_format_1(source, llama)
-        optimizer_source = reference_source = source
+        optimizer = _parts_of(source, optimizer, moments) if optimizer else {}
+        if reference is not None:
+            reference = _parts_of(source, reference, parameters)
     else:
-        source, optimizer_source = folder / PROGRESS_FILE, folder / OPTIMIZER_FILE
-        reference_source = folder / REFERENCE_FILE
+        source = folder / PROGRESS_FILE
         values = read_json(source)
-        optimizer = _by_parameter(_load_tensors(optimizer_source))
-        reference = _load_tensors(reference_source) if reference_source.exists() else None
+        optimizer = _read_parts(folder / OPTIMIZER_FILE, moments, may_be_empty=True)
+        has_reference = (folder / REFERENCE_FILE).exists()
+        reference = _read_parts(folder / REFERENCE_FILE, parameters) if has_reference else None
     progress = parse_config(_Progress, values, source=str(source))
     _check_progress(source, progress, config)
-    trained = {name: p for name, p in llama.named_parameters() if p.requires_grad}
-    if optimizer:
-        _check_optimizer(optimizer_source, optimizer, trained)
-    if reference is not None:
-        _check_tensors(reference_source, reference, dict(llama.named_parameters()))
     numbers = {name: getattr(progress, name) for name in _Progress.model_fields}
     del numbers["format"]
     numbers["rewards"] = tuple(math.nan if r is None else r for r in progress.rewards)
     numbers["entropy_bonus"] = {
         n: bonus.model_dump() for n, bonus in progress.entropy_bonus.items()
     }
-    return TrainerState(**numbers, optimizer=optimizer, reference=reference)
+    return TrainerState(**numbers, optimizer=_by_parameter(optimizer), reference=reference)
 
 
 def is_format_1(checkpoint: Path) -> bool:
@@ -180,20 +181,60 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:  # an error of the file system
-        raise OSError(f"{file}: {error}") from error
+def _optimizer_tensors(llama: nn.Module) -> dict[str, Tensor]:
+    """What the tensors of an optimizer's state must be like, by their name in the file."""
+    wanted: dict[str, Tensor] = {}
+    for name, parameter in llama.named_parameters():
+        if parameter.requires_grad:
+            wanted |= {f"{name}.{part}": parameter for part in _OF_PARAMETER}
+            wanted[f"{name}.{_STEP}"] = torch.empty((), dtype=torch.float32)
+    return wanted
 
 
-def _load_tensors(file: Path) -> dict[str, Tensor]:
+def _read_parts(
+    file: Path, wanted: Mapping[str, Tensor], *, may_be_empty: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of a file, of which each rank reads its parts, sharded as those of `wanted`."""
+    found: dict[str, tuple[list[int], torch.dtype | str]]
     try:
-        return load_file(file)
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            if may_be_empty and not names:
+                return {}
+            views = {name: tensors.get_slice(name) for name in names}
+            found = {
+                name: (view.get_shape(), FLOAT_DTYPES.get(view.get_dtype(), view.get_dtype()))
+                for name, view in views.items()
+            }
+            _check_tensors(file, found, wanted)
+            return {
+                name: with_layout_of(_copy(read_part(tensors, name, like)), like)
+                for name, like in wanted.items()
+            }
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file") from error
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: must be a safetensors file: {error}") from error
+
+
+def _parts_of(
+    file: Path, whole: Mapping[str, Any], wanted: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Whole tensors, sharded as those of `wanted`."""
+    found: dict[str, tuple[list[int], torch.dtype | str]] = {}
+    for name, value in whole.items():
+        is_tensor = isinstance(value, Tensor)
+        found[name] = (list(value.shape), value.dtype) if is_tensor else ([], type(value).__name__)
+    _check_tensors(file, found, wanted)
+    return {
+        name: with_layout_of(_copy(whole[name][local_part(like)]), like)
+        for name, like in wanted.items()
+    }
+
+
+def _copy(part: Tensor) -> Tensor:
+    """The part without what it is a view of: a mapped file, or a whole tensor."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -206,13 +247,18 @@ def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
 
 def _read_format_1(
     file: Path, llama: nn.Module
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], dict[str, Tensor] | None]:
-    """Numbers, optimizer state and reference of a file of format 1."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """Numbers, optimizer's tensors by name and reference of a file of format 1."""
     try:
         values = torch.load(file, weights_only=True, map_location="cpu")
         optimizer, reference = values.pop("optimizer"), values.pop("reference")
         names = trained_names(llama)
-        moments = {names[index]: dict(state.items()) for index, state in optimizer["state"].items()}
+        by_name = {names[index]: state for index, state in optimizer["state"].items()}
+        moments = {
+            f"{name}.{part}": tensor
+            for name, state in by_name.items()
+            for part, tensor in state.items()
+        }
         if reference is not None:
             wanted = dict(llama.named_parameters())  # a tied head stood there twice
             reference = {name: tensor for name, tensor in reference.items() if name in wanted}
@@ -256,33 +302,20 @@ def _check_number(file: Path, name: str, value: int, allowed: Sequence[int]) -> 
         raise UserError(f"{file}: `{name}` must be {bound} with the run's config, got {value}")
 
 
-def _check_optimizer(
-    file: Path, optimizer: Mapping[str, Mapping[str, Tensor]], trained: Mapping[str, Tensor]
+def _check_tensors(
+    file: Path,
+    found: Mapping[str, tuple[list[int], torch.dtype | str]],
+    wanted: Mapping[str, Tensor],
 ) -> None:
-    """Raises one error that lists what does not fit the trained parameters."""
-    wanted = {
-        f"{name}.{part}": parameter for name, parameter in trained.items() for part in _OF_PARAMETER
-    }
-    wanted |= {f"{name}.{_STEP}": torch.empty((), dtype=torch.float32) for name in trained}
-    found = {
-        f"{name}.{part}": tensor
-        for name, parts in optimizer.items()
-        for part, tensor in parts.items()
-    }
-    _check_tensors(file, found, wanted)
-
-
-def _check_tensors(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    """Raises one error that lists what does not fit the model's parameters."""
     problems = [f"missing `{name}`" for name in wanted if name not in found]
     problems += [f"unexpected `{name}`" for name in found if name not in wanted]
     for name, expected in wanted.items():
-        tensor = found.get(name, expected)
-        if not isinstance(tensor, Tensor):
-            problems.append(f"`{name}` must be a tensor, is a {type(tensor).__name__}")
-        elif (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+        needed = (list(expected.shape), expected.dtype)
+        if found.get(name, needed) != needed:
+            shape, dtype = found[name]
             problems.append(
-                f"`{name}` must have shape {list(expected.shape)} and {expected.dtype}, got "
-                f"{list(tensor.shape)} and {tensor.dtype}"
+                f"`{name}` must have shape {needed[0]} and {needed[1]}, got {shape} and {dtype}"
             )
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:10])

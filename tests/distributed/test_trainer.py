@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastrl.cli import main
+from fastrl.training.checkpoint import latest_checkpoint
 from tests.helpers.runs import final_weights, write_tiny
 from tests.helpers.torchrun import torchrun
 
@@ -57,6 +58,25 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, one_process: Path, 
     assert weights.keys() == expected_weights.keys()
     for key, weight in expected_weights.items():
         torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-8)
+
+
+def test_a_kill_during_a_write_leaves_the_checkpoint_before(
+    tmp_path: Path, one_process: Path
+) -> None:
+    config, run = str(write_tiny(tmp_path, CHANGES)), tmp_path / "run"
+    arguments = ["train", config, "--run-dir", str(run), *OVERRIDES, *LAYOUTS["fsdp2"]]
+    arguments += ["checkpoint.every=5"]
+    assert torchrun(2, "tests.helpers.killed_train", *arguments).returncode != 0
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        *("latest", "supervised-000005", ".supervised-000010.partial")
+    }
+    assert latest_checkpoint(run).name == "supervised-000005"
+    done = torchrun(2, "fastrl", *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    weights, expected_weights = final_weights(run), final_weights(one_process)
+    for key, weight in expected_weights.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-8)
+    assert not list((run / "checkpoints").glob(".*"))
 
 
 POISONED = {

@@ -331,12 +331,12 @@ def test_broken_folders_are_one_error(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama = Llama(tiny_config())
 
-    def fail(file: Path, values: dict[str, Any]) -> None:
+    def fail(llama: Llama, files: dict[str, str]) -> None:
         assert (tmp_path / "deep/model.tmp/model.safetensors").exists()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_json", fail)
+        patch.setattr(checkpoint, "json_files", fail)
         with pytest.raises(KeyboardInterrupt):
             save_llama(llama, tmp_path / "deep/model")
     assert list((tmp_path / "deep").iterdir()) == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fastrl.cli import main
 from fastrl.config import UserError
@@ -59,7 +60,7 @@ class Run:
 
 
 def _llama(folder: Path) -> Llama:
-    return Llama(read_llama_config(folder), device="meta", dtype=torch.float64)
+    return Llama(read_llama_config(folder), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,14 @@ def test_the_state_comes_back_as_it_was_saved(made: Run) -> None:
     assert state.reference is not None
     assert set(state.optimizer) == set(trained_names(llama))
     assert set(state.reference) == {name for name, _ in llama.named_parameters()}
+
+
+def test_a_checkpoint_loads_in_transformers(made: Run) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(made.last, dtype=torch.float64)
+    weights = dict(theirs.named_parameters())
+    assert len(weights) == 12
+    for name, weight in final_weights(made.folder).items():
+        assert torch.equal(weights[name], weight)
 
 
 def test_names_are_in_the_order_of_the_optimizer(made: Run) -> None:

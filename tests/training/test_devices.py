@@ -13,6 +13,7 @@ from fastrl.cli import main
 from fastrl.training import phases
 from fastrl.training.phases import Phase
 from fastrl.training.sampler import Sampler
+from fastrl.training.saving import CheckpointSaver
 from tests.helpers.runs import write_tiny
 
 
@@ -35,7 +36,7 @@ def test_sampling_evaluation_and_updates_use_no_default_device(
         (Phase, "_update"),
         (phases, "evaluated"),
         (phases, "frozen_copy"),
-        (phases, "full_state"),
+        (CheckpointSaver, "save"),
     )
     for holder, name in replaced:
         monkeypatch.setattr(holder, name, on_meta(name, getattr(holder, name)))
