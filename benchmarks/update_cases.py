@@ -153,7 +153,7 @@ class Update:
         """The step of documents with rewards (or advantages), on the host."""
         if documents[0].advantage is None:
             documents = with_group_advantages(documents, baseline="mean", scale="group")
-        options = {"share_prefixes": True} if self.variant.shares_prefixes else {}
+        options: dict[str, Any] = {"share_prefixes": True} if self.variant.shares_prefixes else {}
         return OptimizerStep.from_documents(
             documents, self.max_tokens, device=self.device, pad_to_multiple=128, **options
         )
