@@ -82,6 +82,7 @@ def test_a_kill_during_a_write_leaves_the_checkpoint_before(
 POISONED = {
     "plain": ["parallel.data=2"],
     "fsdp2": LAYOUTS["fsdp2"],
+    "stp2": LAYOUTS["stp2"],
 }
 
 

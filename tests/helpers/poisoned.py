@@ -18,6 +18,9 @@ def poison(
 ) -> None:
     """Puts `bad` into one number of this rank's gradients after the backward of each of `updates`.
 
+    The last number: every tensor rank holds all rows of the embedding's gradient and keeps its own
+    ones, which the last rank's are.
+
     Args:
         monkeypatch: of the test.
         updates: by their number in the process, from 0.
@@ -34,7 +37,7 @@ def poison(
             grad = next(grad for grad in grads if grad is not None)
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             with torch.no_grad():
-                local.view(-1)[0] = bad
+                local.view(-1)[-1] = bad
         number += 1
         return outputs
 
