@@ -100,6 +100,9 @@ class CharacterTokenizer:
 class FileTokenizer:
     """A tokenizer.json, without special tokens added to a text.
 
+    Its `truncation` and `padding` are left out, as transformers does: a text has all its tokens
+    and no others.
+
     Args:
         tokenizer: of the `tokenizers` package.
         end_tokens: ids.
@@ -110,6 +113,8 @@ class FileTokenizer:
     def __init__(
         self, tokenizer: Any, end_tokens: tuple[int, ...], files: Mapping[str, bytes], source: str
     ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
         self.vocab_size = 1 + max(_ids(tokenizer).values())

@@ -1,11 +1,14 @@
 """Both tokenizers: text to ids and back, and what they refuse."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fastrl.config import RunConfig, UserError, parse_config
+from fastrl.config.environment import PretrainedTokenizerConfig
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
 from tests.helpers.pretrained import bpe_tokenizer_json
 
@@ -56,6 +59,41 @@ def test_the_default_alphabet_is_printable_ascii() -> None:
     text = "".join(chr(code) for code in range(32, 127)) + "\n"
     assert tokenizer.vocab_size == 97
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# The sections that a tokenizer.json has of a tokenizer that was set up for training or serving.
+TRUNCATION = {"direction": "Left", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 12},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "<unk>",
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "pretrained"])
+@pytest.mark.parametrize("sections", [{"truncation": TRUNCATION}, {"padding": PADDING}])
+def test_y21_a_text_has_all_its_tokens_and_no_padding(
+    tmp_path: Path, sections: dict[str, Any], kind: str
+) -> None:
+    alphabet = _tokenizer(type="character", characters="0123456789+-= ")
+    values = json.loads(alphabet.files["tokenizer.json"])
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(values | sections), encoding="utf-8")
+    end = "<|end_of_text|>"
+    if kind == "file":
+        tokenizer = _tokenizer(type="file", path=str(path), end_token=end)
+    else:
+        config = PretrainedTokenizerConfig(type="pretrained", end_tokens=(end,))
+        tokenizer = build_tokenizer(config, tmp_path)
+    assert tokenizer.encode("7 + 5 =") == alphabet.encode("7 + 5 =")
+    # As transformers reads the same file, that of a checkpoint.
+    for name, content in tokenizer.files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("7 + 5 =")["input_ids"] == alphabet.encode("7 + 5 =")
 
 
 def test_an_unknown_character_is_named() -> None:
