@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 
 from fastrl.config.base import UserError
@@ -21,12 +22,17 @@ BROKEN_PIPE = 141
 """Exit code of a command whose output pipe was closed, as in `fastrl config schema | head`."""
 
 
+ESCAPES = "backslashreplace"
+"""How Python itself writes errors to a terminal that lacks their characters."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0, 2 (error), 130 (Ctrl-C) or 141 (broken pipe).
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
     """
+    _replace_what_the_terminal_lacks()
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest:
@@ -51,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastrl: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _replace_what_the_terminal_lacks() -> None:
+    """Characters outside of the terminal's encoding are replaced, and end no run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors not in ("replace", ESCAPES):
+            stream.reconfigure(errors="replace")
 
 
 def _message(error: UserError | OSError) -> str:
@@ -129,7 +142,11 @@ def _config_check(arguments: argparse.Namespace) -> int:
         environment = build_environment(config.environment, config.seed)
         draw_problem_sets(config.environment, environment)
     print(f"# {arguments.file} is valid. With its overrides and all defaults:")
-    print(dump_config(config), end="")
+    text = dump_config(config)
+    encoding = sys.stdout.encoding or "utf-8"
+    # Escaped, not replaced: what is printed loads back as the same config.
+    has_all = text.encode(encoding, "replace").decode(encoding) == text
+    print(text if has_all else dump_config(config, only_ascii=True), end="")
     return 0
 
 

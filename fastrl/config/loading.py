@@ -89,9 +89,14 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     return values
 
 
-def dump_config(config: Config) -> str:
-    """The whole config as YAML, defaults included; it loads back as an equal config."""
-    return dump_yaml(config.model_dump(mode="json"))
+def dump_config(config: Config, *, only_ascii: bool = False) -> str:
+    """The whole config as YAML, defaults included; it loads back as an equal config.
+
+    Args:
+        config: of any kind.
+        only_ascii: whether other characters are escaped.
+    """
+    return dump_yaml(config.model_dump(mode="json"), only_ascii=only_ascii)
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:

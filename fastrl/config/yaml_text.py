@@ -135,9 +135,18 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
     return sizes[key]
 
 
-def dump_yaml(value: Any) -> str:
-    """YAML that `parse_yaml` reads back as an equal value; numbers stay numbers."""
+def dump_yaml(value: Any, *, only_ascii: bool = False) -> str:
+    """YAML that `parse_yaml` reads back as an equal value; numbers stay numbers.
+
+    Args:
+        value: of plain types.
+        only_ascii: whether other characters are escaped.
+    """
     text: str = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=not only_ascii,
+        default_flow_style=False,
     )
     return text
