@@ -215,8 +215,14 @@ class BatchKwargs:
         return self._map(lambda value: value if value.is_cuda else value.pin_memory())
 
     def replace(self, **changes: Any) -> BatchKwargs:
-        """The same batch with some fields changed, such as `old_logprobs` from another pass."""
-        return replace(self, **changes)
+        """The same batch with some fields changed, such as `old_logprobs` from another pass.
+
+        Row sets that depend on them are dropped, unless they are given too: with `labels` all, with
+        `advantages` those of active rows. The head derives them from `labels` then, and refuses
+        those that do not belong to its batch.
+        """
+        dropped = [name for field, names in _ROW_SETS.items() if field in changes for name in names]
+        return replace(self, **dict.fromkeys(dropped) | changes)
 
     def select(
         self,
@@ -235,7 +241,7 @@ class BatchKwargs:
         }
         if self.kept_tokens is not None:
             gathered["kept_tokens"] = self.kept_tokens[index]
-        dropped = ("labelled_rows", "active_rows", "active_document_rows", "visible_until")
+        dropped = ("labelled_rows", *_ACTIVE, "visible_until")
         return replace(self, **gathered | dict.fromkeys(dropped))
 
     @property
@@ -260,6 +266,9 @@ class BatchKwargs:
                 changes[each.name] = replace(value, index=function(value.index))
         return replace(self, **changes)
 
+
+_ACTIVE = ("active_rows", "active_document_rows")
+_ROW_SETS = {"advantages": _ACTIVE, "labels": ("labelled_rows", *_ACTIVE)}
 
 _COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
 _DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}

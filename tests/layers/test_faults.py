@@ -15,6 +15,7 @@ from fastrl import (
     Document,
     LanguageModelHead,
     LanguageModelHeadConfig,
+    RowSet,
     TokenBatch,
     linear_logprobs,
 )
@@ -321,3 +322,60 @@ def test_m3_labels_are_shifted_once_and_never_over_a_boundary(entry_point: str) 
         return
     expected = torch.where(batch.labels != -100, -0.000227, 0.0)
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
+
+
+def rows(*index: int, ends: tuple[int, ...] | None = None) -> RowSet:
+    return RowSet(
+        index=torch.tensor(index, dtype=torch.int64),
+        document_ends=((len(index),) if index else ()) if ends is None else ends,
+    )
+
+
+WRONG_ROWS = {
+    "one of five": ({"labelled_rows": rows(0)}, "all rows with a label, which row 1 contradicts"),
+    "none": ({"labelled_rows": rows()}, "all rows with a label, which row 0 contradicts"),
+    "too many": ({"labelled_rows": rows(0, 1, 2, 3, 4)}, "a label alone, which row 2 contradicts"),
+    "out of order": ({"labelled_rows": rows(1, 0, 3, 4, 5)}, "rows in increasing order"),
+    "twice": ({"labelled_rows": rows(0, 1, 1, 3, 4, 5)}, "rows in increasing order"),
+    "outside": ({"labelled_rows": rows(0, 1, 3, 4, 9)}, "rows from 0 to 6, got"),
+    "ends": ({"labelled_rows": rows(0, 1, 3, 4, 5, ends=(2, 4))}, "`document_ends` that increase"),
+    "active": ({"active_rows": rows(0)}, "an advantage other than 0, which row 1 contradicts"),
+    "no label": ({"active_rows": rows(0, 1, 2)}, "rows with a label alone, which row 2"),
+    "documents": ({"active_document_rows": rows(0)}, "an advantage other than 0, which row 1"),
+}
+
+
+def two_documents() -> BatchKwargs:
+    """Rows 0, 1 and 3 to 5 have a label; the second document has an advantage of 0."""
+    documents = [on_policy(2, 0.5), on_policy(3, 0.0)]
+    return TokenBatch.from_documents(documents).to_kwargs()[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_rl26_row_sets_that_are_not_the_batch_s_are_refused(name: str, strategy: str) -> None:
+    changes, message = WRONG_ROWS[name]
+    batch = two_documents()
+    run(uniform_head({"type": "grpo"}, strategy), batch)
+    with pytest.raises(ValueError, match=message):
+        run(uniform_head({"type": "grpo"}, strategy), batch.replace(**changes))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rl26_changed_labels_and_advantages_have_rows_of_their_own(strategy: str) -> None:
+    results = []
+    labels = torch.tensor([0, -100, -100, 0, 0, 0, -100])
+    changed = {"labels": labels, "advantages": torch.tensor([0.5, 0, 0, -2.0, 0.25, 1.0, 0])}
+    for fresh in (False, True):
+        batch = two_documents().replace(**changed)
+        assert batch.row_sets == {}
+        if fresh:
+            sets = ("labelled_rows", "active_rows", "active_document_rows")
+            chosen = rows(0, 3, 4, 5, ends=(1, 4))
+            batch = batch.replace(**dict.fromkeys(sets, chosen))
+        head = uniform_head({"type": "grpo", "epsilon_low": 0.9}, strategy)
+        results.append((run(head, batch), bias_grad(head)))
+    assert results[0] == results[1]
+    assert any(results[0][1])
+    kept = two_documents().replace(advantages=changed["advantages"]).row_sets
+    assert list(kept) == ["labelled_rows"]

@@ -1,4 +1,4 @@
-"""Terminals that are not UTF-8: what they lack is replaced, in every command, and the run goes on."""
+"""Terminals that are not UTF-8: what they lack is replaced in every command, and runs go on."""
 
 from __future__ import annotations
 
