@@ -14,8 +14,9 @@ from fastrl.layers.losses.policy_terms import PolicyTerms
 class GRPOLoss(LanguageModelPolicyGradientLoss[ClippedLossConfig]):
     """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) of token ratios.
 
-    With `delta`, r is bounded by it where A < 0: the two-sided clip and the dual clip, which are
-    the same function, max(-min(...), -delta A). Where A > 0 the clip is the lower bound already.
+    With `delta`, the loss is at most -delta A where A < 0: min(-min(...), -delta A), the dual clip.
+    The two-sided clip, which bounds r and not clip(r), is the same function for delta >= 1 +
+    epsilon_high. Where A > 0 the clip is the bound already.
 
         d loss / d logp = -r A inside of the bounds, 0 where they hold the ratio
 

@@ -14,6 +14,8 @@ from fastrl.layers.losses.policy_terms import PolicyTerms
 class GMPOLoss(LanguageModelPolicyGradientLoss[GMPOLossConfig]):
     """-A_d exp((1 / n_d) sum_t c_t), c_t the log-ratio l_t clipped on the side that A_t gains.
 
+    A_d is the document's mean advantage, A_t the token's own, by whose sign it is clipped.
+
         c_t = min(l_t, epsilon_high) where A_t > 0, else max(l_t, -epsilon_low)
         d loss / d logp_t = -A_d exp(mean c) / n_d where l_t is not clipped, times its weight
 
@@ -35,7 +37,11 @@ class GMPOLoss(LanguageModelPolicyGradientLoss[GMPOLossConfig]):
         return -terms.ratio * terms.advantages
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """Tokens whose log-ratio is held at a bound, by the sign of the document's advantage."""
-        low = (terms.log_ratios < -self.config.epsilon_low) & (terms.advantages < 0)
-        high = (terms.log_ratios > self.config.epsilon_high) & (terms.advantages > 0)
+        """Tokens whose log-ratio is held at a bound, by the sign of their own advantage.
+
+        A document whose mean advantage is 0 has no loss, and nothing to clip.
+        """
+        gains, has_loss = terms.token_advantages > 0, terms.advantages != 0
+        low = (terms.log_ratios < -self.config.epsilon_low) & ~gains & has_loss
+        high = (terms.log_ratios > self.config.epsilon_high) & gains & has_loss
         return low, high

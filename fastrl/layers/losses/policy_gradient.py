@@ -176,6 +176,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
             batch,
             self.token_groups,
         )
+        token_advantages = advantages
         if self.ratio_level == "document":
             advantages = per_document_mean(sums["advantages"], batch)
         ratio = self._ratio(self.ratio_level, logprobs, log_ratios, sums.get("log_ratios"), batch)
@@ -190,6 +191,7 @@ class LanguageModelPolicyGradientLoss(LanguageModelLoss[PolicyGradientConfigT]):
             log_ratios,
             ratio,
             advantages,
+            token_advantages,
             weights,
             self._kl(logprobs, log_ratios, sums, statistics, batch, mask),
             kept_entropy,

@@ -17,6 +17,7 @@ class PolicyTerms:
         log_ratios: logprob - old_logprob of each token; 0 for a loss without ratio.
         ratio: at the loss's level, 1 for a loss without ratio.
         advantages: of the token; the document's mean with `ratio_level` `document`.
+        token_advantages: of the token itself.
         weights: detached product of all weights and masks; None is 1.
         kl: the penalty of each token, coefficient included; None without.
         kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
@@ -27,6 +28,7 @@ class PolicyTerms:
     log_ratios: Tensor
     ratio: Tensor
     advantages: Tensor
+    token_advantages: Tensor
     weights: Tensor | None
     kl: Tensor | None
     kept_entropy: Tensor | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, fi
 from fastrl.layers.losses.kl import kl_estimate, kl_term
 from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics, widen
 from tests.helpers.loss_heads import capped_head
+
+LOSSES_PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 
 
 def loss_of(**config: Any) -> LanguageModelPolicyGradientLoss[Any]:
@@ -200,6 +203,54 @@ def test_c4_clip_fractions_look_at_ratio_and_sign(loss: str) -> None:
     assert metrics["clip_fraction"].item() == 0.4
     assert metrics["clip_fraction_low"].item() == 0.2
     assert metrics["clip_fraction_high"].item() == 0.2
+
+
+def test_c22_gmpo_counts_what_it_clipped_by_the_token_s_own_sign() -> None:
+    """The mean advantage is positive; tokens of a negative one are clipped below nevertheless."""
+    ratios = [2.0, 0.5, 2.0, 0.5, 1.0, 0.5]
+    advantages = [4.0, 4.0, -1.0, -1.0, -1.0, 0.0]
+    values = {"logprobs": [-1.0 - math.log(r) for r in ratios], "advantage": advantages}
+    mixed = Document(tokens=[0] * 7, prompt_length=1, **values)  # type: ignore[arg-type]
+    # Advantages that cancel: the document has no loss, and nothing of it is clipped.
+    values = {"logprobs": [-1.0 - math.log(2), -1.0 + math.log(2)], "advantage": [1.0, -1.0]}
+    batch = batch_of(mixed, Document(tokens=[0] * 3, prompt_length=1, **values))  # type: ignore[arg-type]
+    loss, statistics = loss_of(type="gmpo", epsilon_low=0.1, epsilon_high=0.1), at_zero(batch)
+    metrics = finish_metrics(loss.metrics(statistics, batch))
+    assert metrics["clip_fraction_high"].item() == pytest.approx(1 / 8)
+    assert metrics["clip_fraction_low"].item() == pytest.approx(2 / 8)
+    assert metrics["clip_fraction"].item() == pytest.approx(3 / 8)
+    (grad,) = torch.autograd.grad(loss(statistics, batch), statistics.logprobs)
+    cut = (grad == 0) & (batch.labels != -100)
+    assert cut.nonzero()[:, 0].tolist() == [0, 3, 5, 7, 8]
+
+
+DUAL_CLIP = "min(-min(r A, clip(r) A), -delta A)"
+
+
+def test_w21_the_formula_of_the_dual_clip_is_that_of_the_loss() -> None:
+    assert f"`{DUAL_CLIP}`" in LOSSES_PAGE.read_text(encoding="utf-8")
+    for delta in (1.02, 3.0):
+        for r in (0.5, 1.01, 1.2, 1.5, 10.0):
+            batch = batch_of(document_of([math.log(r)], -1.0))
+            bounded = min(-min(-r, -min(max(r, 0.8), 1.28)), delta)
+            loss = loss_of(type="grpo", delta=delta, epsilon_low=0.2, epsilon_high=0.28)
+            value = loss(at_zero(batch), batch).item()
+            assert value == pytest.approx(bounded, rel=1e-6)  # old log-probabilities are fp32
+            # TRL bounds the ratio alone: another function where delta is below the clip.
+            trl = -min(-min(r, delta), -min(max(r, 0.8), 1.28))
+            assert (value == pytest.approx(trl, rel=1e-6)) == (delta >= 1.28 or r <= 1.02)
+
+
+def test_w21_the_margin_of_dpo_is_beta_times_that_of_the_docs() -> None:
+    assert "`beta` times the `m` of" in LOSSES_PAGE.read_text(encoding="utf-8")
+    margins = []
+    for beta in (0.1, 0.5):
+        loss = LossCase("dpo", {"type": "dpo", "beta": beta}, pairs=True)
+        batch = pack(loss.documents())
+        torch.manual_seed(0)
+        margins.append(loss.loss().metrics(random_statistics(batch), batch)["margin"].item())
+    assert margins[1] == pytest.approx(5 * margins[0])
+    assert margins[0] != 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
