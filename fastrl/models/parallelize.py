@@ -28,9 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fastrl.config.model import LlamaConfig
 from fastrl.models.llama import Llama
-from fastrl.parallel import ParallelGroups, all_reduce_tensors
+from fastrl.parallel import ParallelGroups, all_reduce_tensors, vocab_shard
 
 
 def parallelize_llama(
@@ -57,7 +56,7 @@ def parallelize_llama(
             no effect; from facts that all ranks share, before any collective.
     """
     tensor = mesh["tensor"]
-    _check(llama.config, tensor.size(), sequence_parallel, fully_sharded, compute_dtype)
+    _check(llama, tensor.size(), sequence_parallel, fully_sharded, compute_dtype)
     groups = ParallelGroups.from_mesh(mesh, sequence_parallel=sequence_parallel)
     llama.groups = groups
     llama.lm_head.use_groups(groups)
@@ -69,12 +68,13 @@ def parallelize_llama(
 
 
 def _check(
-    config: LlamaConfig,
+    llama: Llama,
     tensor: int,
     sequence_parallel: bool,
     fully_sharded: bool,
     compute_dtype: torch.dtype | None,
 ) -> None:
+    config = llama.config
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
         if size % tensor:
@@ -82,6 +82,13 @@ def _check(
                 f"`{name}` must be a multiple of the tensor axis, {tensor}, got {size}; use a"
                 " smaller `parallel.tensor`."
             )
+    rows = config.vocab_size or 0
+    if _shards_embedding(llama) and vocab_shard(rows, tensor - 1, tensor)[0] >= rows:
+        raise ValueError(
+            f"`vocab_size` must leave each of the {tensor} ranks of the tensor axis a row of the"
+            f" embedding, got {rows}, of which a rank has {-(-rows // tensor)}; use a smaller"
+            " `parallel.tensor` or a larger vocabulary."
+        )
     if sequence_parallel and tensor == 1:
         raise ValueError(
             "`sequence_parallel` must be false without a tensor axis, got true with `tensor` 1:"
@@ -92,6 +99,11 @@ def _check(
             f"`compute_dtype` must be None without `fully_sharded`, got {compute_dtype}; FSDP2"
             " keeps the copy of the weights in the compute dtype."
         )
+
+
+def _shards_embedding(llama: Llama) -> bool:
+    """Whether each tensor rank has rows of the embedding; a tied one is sharded as the head is."""
+    return llama.lm_head.config.vocabulary_parallel or not llama.config.tie_word_embeddings
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -139,11 +151,9 @@ def _shard_tensor(llama: Llama, tensor: DeviceMesh, sequence_parallel: bool) -> 
     for block in llama.model.layers:
         parallelize_module(block, tensor, layer)
     head_shards = llama.lm_head.config.vocabulary_parallel
-    # A tied embedding is sharded as the head is.
-    by_rows = head_shards or not llama.config.tie_word_embeddings
     embedding = (
         RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-        if by_rows
+        if _shards_embedding(llama)
         else Whole(output_layout=stream)
     )
     parallelize_module(llama.model, tensor, {"embed_tokens": embedding, "norm": norm})
