@@ -30,7 +30,8 @@ def shift_documents(
     Args:
         documents: checked here; any number, also none.
         columns: names out of `BATCH_COLUMNS` that the result must carry, no others. A document with
-            labels that lacks one is refused. None: the columns that any document has.
+            labels that lacks one is refused. Rewards are carried too then, NaN where there is none,
+            and groups where no document has a label. None: the columns that any document has.
 
     Returns:
         The fields of a `TokenBatch` without padding.
@@ -59,6 +60,8 @@ def shift_documents(
     starts = np.cumsum(lengths) - lengths
     temperatures = [float(document.temperature) for document in documents]
     group_ids = tuple(document.group_id for document in documents)
+    is_unlabelled = columns is not None and not any(label_counts)
+    has_groups = is_unlabelled or any(group is not None for group in group_ids)
     return {
         "tokens": torch.from_numpy(tokens),
         "labels": _shifted(np.where(is_label, tokens, IGNORE_LABEL), IGNORE_LABEL),
@@ -69,8 +72,12 @@ def shift_documents(
         "document_label_counts": torch.tensor(label_counts, dtype=torch.int64),
         "temperatures": torch.tensor(temperatures, dtype=torch.float64),
         "model_versions": _model_versions(documents) if "model_version" in carried else None,
-        "rewards": _rewards(documents, torch.float64 if is_float64 else torch.float32),
-        "group_ids": None if set(group_ids) <= {None} else group_ids,
+        "rewards": _rewards(
+            documents,
+            torch.float64 if is_float64 else torch.float32,
+            carries_always=columns is not None,
+        ),
+        "group_ids": group_ids if has_groups else None,
         "kept_tokens": _kept_tokens(documents),
     }
 
@@ -131,9 +138,11 @@ def _model_versions(documents: Sequence[Document]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _rewards(documents: Sequence[Document], dtype: torch.dtype) -> Tensor | None:
+def _rewards(
+    documents: Sequence[Document], dtype: torch.dtype, *, carries_always: bool
+) -> Tensor | None:
     rewards = [document.reward for document in documents]
-    if all(reward is None for reward in rewards):
+    if not carries_always and all(reward is None for reward in rewards):
         return None
     numbers = [
         nan if document.reward is None else float(float_dtype(document)(document.reward))

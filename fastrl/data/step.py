@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -139,6 +140,9 @@ class OptimizerStep:
             ]
         options = {"pad_to_multiple": pad_to_multiple, "share_prefixes": share_prefixes}
         batches = [_packed(documents, numbers, columns, options) for numbers in packs]
+        if all(document.reward is None for document in documents):
+            # The data ranks agree on it below; the names of columns bring rewards of NaN.
+            batches = [replace(batch, rewards=None) for batch in batches]
         batches = equal_batches(batches, groups, pad_to_multiple=pad_to_multiple)
         step = cls(batches, groups, device=device, layout=layout)
         step._numbers = packs + [[]] * (len(batches) - len(packs))

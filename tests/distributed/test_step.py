@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastrl import Document, LanguageModelHead, OptimizerStep, ParallelGroups
+from fastrl import (
+    Document,
+    LanguageModelHead,
+    LanguageModelHeadConfig,
+    OptimizerStep,
+    ParallelGroups,
+    TokenBatch,
+)
+from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import group_rank
 from tests.helpers.batches import HIDDEN_SIZE, VOCAB_SIZE, padded_head, ragged_documents
 from tests.helpers.layouts import Ranks
@@ -119,3 +127,53 @@ def rank_without_documents() -> tuple[int, dict[str, Tensor]]:
 def test_a_step_without_documents_on_any_rank(ranks: RankPool) -> None:
     for result in ranks(rank_without_documents, 2):
         assert result == (0, {})
+
+
+def metrics_by_hand(scored: list[list[float | None]], columns: tuple[str, ...]) -> dict[str, float]:
+    """On a data rank: metrics of batches made by hand, one document a reward."""
+    groups = Ranks(data=2).groups()
+    documents = [
+        Document([1, 2, 3], 1, logprobs=[-1.0] * 2, advantage=1.0, reward=reward)
+        for reward in scored[group_rank(groups.dp)]
+    ]
+    config = {"hidden_size": 4, "vocab_size": 6, "losses": {"policy": {"type": "grpo"}}}
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config), groups)
+    (batch,) = TokenBatch.from_documents(documents, columns=columns).to_kwargs(groups)
+    output = head(torch.ones(batch.num_tokens, 4), batch)
+    return {k: v.item() for k, v in reduce_metrics(output.metrics, head.loss_groups).items()}
+
+
+@pytest.mark.parametrize(
+    ("scored", "reward", "share"),
+    [
+        ([[1.0], []], 1.0, 1.0),
+        ([[1.0], [None]], 1.0, 0.5),
+        ([[None, 0.5], [2.0, None]], 1.25, 0.5),
+        ([[], []], 0.0, 0.0),
+    ],
+)
+def test_z21_data_ranks_with_other_rewards_have_the_same_metrics(
+    ranks: RankPool, scored: list[list[float | None]], reward: float, share: float
+) -> None:
+    first, second = ranks(metrics_by_hand, 2, scored, ("advantages", "old_logprobs"))
+    assert first == second
+    assert (first["policy/reward"], first["policy/reward_share"]) == (reward, share)
+
+
+def grouped_by_hand() -> float:
+    """On a data rank: the loss by groups, of which the second rank has none."""
+    groups = Ranks(data=2).groups()
+    document = Document([1, 2, 3], 1, logprobs=[-1.0] * 2, advantage=1.0, group_id="a")
+    losses = {"policy": {"type": "grpo", "normalisation": "groups"}}
+    config = {"hidden_size": 4, "vocab_size": 6, "losses": losses}
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config), groups)
+    documents = [document] if group_rank(groups.dp) == 0 else []
+    columns = ("advantages", "old_logprobs")
+    (batch,) = TokenBatch.from_documents(documents, columns=columns).to_kwargs(groups)
+    output = head(torch.ones(batch.num_tokens, 4), batch)
+    return reduce_metrics(output.metrics, head.loss_groups)["policy/loss"].item()
+
+
+def test_z21_a_data_rank_without_documents_has_no_groups(ranks: RankPool) -> None:
+    first, second = ranks(grouped_by_hand, 2)
+    assert first == second != 0
