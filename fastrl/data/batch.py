@@ -25,6 +25,7 @@ from fastrl.data.prompt_groups import (
 )
 from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
 from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.parallel import ParallelGroups, group_rank, group_size
 
 __all__ = ["BatchCounts", "BatchKwargs", "RowSet", "TokenBatch"]
@@ -110,7 +111,7 @@ class TokenBatch:
     model_versions: Tensor | None = None  # [N] int64, -1 = none
     rewards: Tensor | None = None  # [N] fp32 or float64, NaN = none
     group_ids: tuple[GroupId | None, ...] | None = None  # N
-    kept_tokens: Tensor | None = None  # [T, K] int64, -1 fills up
+    kept_tokens: KeptTokens | None = None  # of T slots
     visible_until: Tensor | None = None  # [T] int64; None where documents share no slot
     paths: tuple[Tensor, ...] | None = None  # N of [n] int64, slots of each document; as above
 
@@ -208,7 +209,7 @@ class TokenBatch:
             positions=torch.cat([self.positions, torch.arange(start, start + extra)]),
             document_index=pad(self.document_index, -1),
             columns={name: pad(column) for name, column in self.columns.items()},
-            kept_tokens=None if self.kept_tokens is None else pad(self.kept_tokens, -1),
+            kept_tokens=None if self.kept_tokens is None else self.kept_tokens.padded(length),
             visible_until=visible_until,
         )
 

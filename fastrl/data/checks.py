@@ -39,7 +39,7 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
         for field in _NUMBERS
         if getattr(document, field) is not None
     }
-    kept_lists(number, document)
+    kept_lists(number, document, learned)
     return values
 
 
@@ -180,8 +180,12 @@ def float_dtype(document: Document) -> type[np.floating[Any]]:
     return np.float64 if any(dtype in _FLOAT64 for dtype in arrays) else np.float32
 
 
-def kept_lists(number: int, document: Document) -> list[Array]:
-    """[n] lists of `kept_tokens`, empty where none are given."""
+def kept_lists(
+    number: int,
+    document: Document,
+    learned: Array,  # [n]
+) -> list[Array]:
+    """[n] lists of `kept_tokens`, empty where none are given; a label's must have an entry."""
     if document.kept_tokens is None:
         return [np.zeros(0, np.int64)] * len(document.tokens)
     given = len(document.kept_tokens)
@@ -192,6 +196,10 @@ def kept_lists(number: int, document: Document) -> list[Array]:
         if len(array) and (array.dtype.kind not in "iu" or array.min() < 0):
             raise DocumentError(number, "kept_tokens", "must hold ids of at least 0 alone")
         lists.append(array.astype(np.int64))
+    for position, ids in enumerate(lists):
+        if learned[position] and len(ids) == 0:
+            problem = f"must hold an id at least for each label, got none for token {position}"
+            raise DocumentError(number, "kept_tokens", problem)
     return lists
 
 

@@ -72,7 +72,8 @@ class Document:
             Values taken at another temperature than `temperature` are refused, as log-probabilities
             of single tokens cannot be converted.
         kept_tokens: for each token (same lengths as the log-probabilities) the ids that the sampler
-            drew it from, such as its top-p set; the token itself counts as one of them.
+            drew it from, such as its top-p set; the token itself counts as one of them. A label has
+            at least one.
     """
 
     tokens: Integers

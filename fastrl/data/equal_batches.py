@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fastrl.data.batch import TokenBatch
 from fastrl.data.columns import BATCH_COLUMNS
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.parallel import ParallelGroups
 
 
@@ -34,12 +35,16 @@ def equal_batches(
         pad_to_multiple: the slots of an empty batch, all padding.
 
     Raises:
-        ValueError: batches with labels carry a column on some ranks and not on others; the same on
-            all ranks.
+        ValueError: batches with labels carry a column, or kept tokens, on some ranks and not on
+            others; the same on all ranks.
     """
     most, fields = _agreed(batches, groups)
     empty = TokenBatch.from_documents([], sequence_length=pad_to_multiple)
     return [_with_fields(batch, fields) for batch in [*batches, *[empty] * (most - len(batches))]]
+
+
+# What all batches with labels have, or none of them.
+_OF_ALL = (*BATCH_COLUMNS, "kept_tokens")
 
 
 def _fields(batch: TokenBatch) -> dict[str, bool]:
@@ -64,7 +69,7 @@ def _agreed(
     names = list(_fields(TokenBatch.from_documents([])))
     carried = [any(fields[name] for fields in given) for name in names]
     labelled = [fields for batch, fields in zip(batches, given, strict=True) if batch.num_labels]
-    lacking = [any(not fields[name] for fields in labelled) for name in BATCH_COLUMNS]
+    lacking = [any(not fields[name] for fields in labelled) for name in _OF_ALL]
     numbers = [len(batches), *map(int, carried), *map(int, lacking)]
     group = None if groups is None else groups.dp
     if group is not None:
@@ -73,7 +78,7 @@ def _agreed(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         numbers = largest.tolist()
     fields = dict(zip(names, map(bool, numbers[1:]), strict=False))
-    is_lacking = dict(zip(BATCH_COLUMNS, numbers[1 + len(names) :], strict=True))
+    is_lacking = dict(zip(_OF_ALL, numbers[1 + len(names) :], strict=True))
     if wrong := [name for name, lacks in is_lacking.items() if lacks and fields[name]]:
         raise ValueError(
             f"`documents` with labels must have {wrong} on all data ranks or on none, got some with"
@@ -87,11 +92,13 @@ def _with_fields(batch: TokenBatch, fields: Mapping[str, bool]) -> TokenBatch:
     num_slots, num_documents = batch.padded_length, batch.num_documents
     columns = {name: torch.zeros(num_slots) for name in BATCH_COLUMNS if fields[name]}
     columns.pop("model_version", None)
+    none = torch.zeros(0, dtype=torch.int64)
+    no_entries = KeptTokens.from_counts(none, none.new_zeros(num_slots))
     missing: dict[str, Any] = {
         "model_versions": torch.full((num_documents,), -1) if fields["model_version"] else None,
         "rewards": torch.full((num_documents,), nan) if fields["rewards"] else None,
         "group_ids": (None,) * num_documents if fields["group_ids"] else None,
-        "kept_tokens": torch.full((num_slots, 1), -1) if fields["kept_tokens"] else None,
+        "kept_tokens": no_entries if fields["kept_tokens"] else None,
     }
     changes = {name: value for name, value in missing.items() if getattr(batch, name) is None}
     return replace(batch, columns=columns | batch.columns, **changes)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastrl.data.checks import checked_tokens, float_dtype, kept_lists, label_values
 from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS
 from fastrl.data.documents import IGNORE_LABEL, Array, Document, DocumentError
+from fastrl.functional.kept_tokens import KeptTokens
 
 
 def shift_documents(
@@ -78,7 +79,7 @@ def shift_documents(
             carries_always=columns is not None,
         ),
         "group_ids": group_ids if has_groups else None,
-        "kept_tokens": _kept_tokens(documents),
+        "kept_tokens": _kept_tokens(documents, checked),
     }
 
 
@@ -96,17 +97,23 @@ def _shifted(
     return torch.from_numpy(shifted)
 
 
-def _kept_tokens(documents: Sequence[Document]) -> Tensor | None:
-    """[T, K] `kept_tokens` in label alignment, -1 fills up; None where no document has any."""
-    if all(document.kept_tokens is None for document in documents):
+def _kept_tokens(
+    documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
+) -> KeptTokens | None:
+    """`kept_tokens` in label alignment; None where no document has any."""
+    present = [document.kept_tokens is not None for document in documents]
+    if not any(present):
         return None
     by_slot: list[Array] = []
     for number, document in enumerate(documents):
-        by_slot += [*kept_lists(number, document)[1:], np.zeros(0, np.int64)]
-    kept = torch.full((len(by_slot), max(map(len, by_slot))), -1)
-    for slot, ids in enumerate(by_slot):
-        kept[slot, : len(ids)] = torch.from_numpy(ids)
-    return kept
+        learned = checked[number][1]
+        if not present[number] and learned.any():
+            reason = f"is required, as document {present.index(True)} has it, got none"
+            raise DocumentError(number, "kept_tokens", reason)
+        by_slot += [*kept_lists(number, document, learned)[1:], np.zeros(0, np.int64)]
+    counts = np.array([len(ids) for ids in by_slot], dtype=np.int64)
+    ids = torch.from_numpy(_joined(by_slot, np.int64))
+    return KeptTokens.from_counts(ids, torch.from_numpy(counts))
 
 
 def _carried_columns(

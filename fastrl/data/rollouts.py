@@ -94,7 +94,7 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
         named: documents of one or several files, and the place of each for the message.
     """
     labelled = [(where, document) for where, document in named if document.has_labels]
-    for field in REQUIRABLE:
+    for field in (*REQUIRABLE, "kept_tokens"):
         if field == "advantage":
             continue
         lacks = [where for where, document in labelled if getattr(document, field) is None]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.transfer import send
 
 
@@ -108,8 +109,9 @@ class BatchKwargs:
             this data rank; 0 at padding.
         num_groups: groups of the whole packed sequence: the size of per-group buffers.
         num_groups_in_batch: groups with a label of the optimizer step.
-        kept_tokens: [T, K] int64, the entries that the sampler drew the label from, padded with
-            -1; for `KeepSetConfig.recorded`.
+        kept_tokens: the entries that the sampler drew each label from, for
+            `KeepSetConfig.recorded`. Given as [T, K] int64, padded with -1, they become
+            `KeptTokens`.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
@@ -154,7 +156,7 @@ class BatchKwargs:
     group_label_counts: Tensor | None = field(default=None, metadata=_float("group_id"))  # [T]
     num_groups: int = 0
     num_groups_in_batch: int | Tensor = 0
-    kept_tokens: Tensor | None = None  # [T, K]
+    kept_tokens: KeptTokens | Tensor | None = None
     labelled_rows: RowSet | None = None
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None
@@ -178,6 +180,24 @@ class BatchKwargs:
                 )
             if value.dtype != torch.int64 if dtype == "int64" else not value.is_floating_point():
                 raise ValueError(f"`{name}` must be {dtype}, got {value.dtype}")
+        if self.kept_tokens is not None:
+            object.__setattr__(self, "kept_tokens", self._checked_kept(self.kept_tokens))
+
+    def _checked_kept(self, kept: KeptTokens | Tensor) -> KeptTokens:
+        """Kept tokens of this batch's slots."""
+        if isinstance(kept, Tensor):
+            if kept.ndim != 2 or kept.dtype != torch.int64:
+                raise ValueError(
+                    "`kept_tokens` must be KeptTokens, or int64 of shape [T, K] padded with -1,"
+                    f" got {kept.dtype} {list(kept.shape)}"
+                )
+            kept = KeptTokens.from_padded(kept)
+        if kept.num_slots != len(self.labels):
+            raise ValueError(
+                f"`kept_tokens` must be of {len(self.labels)} slots, one a label, got "
+                f"{kept.num_slots}"
+            )
+        return kept
 
     @property
     def rows_with_labels(self) -> RowSet:
@@ -202,7 +222,12 @@ class BatchKwargs:
         Tensors on a GPU stay there: counts that were summed over data ranks.
         """
         values = (getattr(self, each.name) for each in fields(self))
-        tensors = [value.index if isinstance(value, RowSet) else value for value in values]
+        tensors: list[Any] = []
+        for value in values:
+            if isinstance(value, KeptTokens):
+                tensors += [value.ids, value.slots]  # as `_map` goes through them
+            else:
+                tensors.append(value.index if isinstance(value, RowSet) else value)
         on_host = [each for each in tensors if isinstance(each, Tensor) and each.is_cpu]
         sent = iter(send(on_host, device, pin_memory=pin_memory))
         return self._map(lambda value: next(sent) if value.is_cpu else value)  # in this order
@@ -222,7 +247,8 @@ class BatchKwargs:
         those that do not belong to its batch.
         """
         dropped = [name for field, names in _ROW_SETS.items() if field in changes for name in names]
-        return replace(self, **dict.fromkeys(dropped) | changes)
+        values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
+        return replace(self, **values)
 
     def select(
         self,
@@ -264,6 +290,8 @@ class BatchKwargs:
                 changes[each.name] = function(value)
             elif isinstance(value, RowSet):
                 changes[each.name] = replace(value, index=function(value.index))
+            elif isinstance(value, KeptTokens):
+                changes[each.name] = value.map(function)
         return replace(self, **changes)
 
 

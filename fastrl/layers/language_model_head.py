@@ -29,6 +29,7 @@ from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
@@ -271,6 +272,7 @@ class LanguageModelHead(nn.Module):
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
         self._check_teacher(teacher, losses)
+        batch = _with_recorded(self.config.keep, batch)
         facts = _facts(operands)
         plans = plan_head(self.config, self.groups, batch, losses, facts, return_logprobs)
         results = [self._run(plan, operands, teacher) for plan in plans.losses]
@@ -456,10 +458,36 @@ def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _keep_set(config: KeepSetConfig, batch: BatchKwargs) -> KeepSet:
     """The sampler's keep-set of a batch."""
-    if config.recorded and batch.kept_tokens is None:
-        raise ValueError(
-            "`kept_tokens` must be in the batch with `keep.recorded`, got None; give each Document"
-            " `kept_tokens`."
-        )
-    tokens = batch.kept_tokens if config.recorded else None
-    return KeepSet(config.top_k, config.top_p, config.min_p, tokens)
+    if not config.recorded:
+        return KeepSet(config.top_k, config.top_p, config.min_p)
+    assert not isinstance(batch.kept_tokens, Tensor)
+    return KeepSet(tokens=batch.kept_tokens)
+
+
+def _with_recorded(config: KeepSetConfig | None, batch: BatchKwargs) -> BatchKwargs:
+    """The batch with an entry at every label, where the config takes recorded ones.
+
+    A batch without labels needs none: its data rank runs the head beside the others.
+
+    Raises:
+        ValueError: no record, or one without an entry of a label; on a GPU an asynchronous
+            assertion.
+    """
+    if config is None or not config.recorded:
+        return batch
+    message = "`kept_tokens` must be in the batch with `keep.recorded`"
+    if batch.kept_tokens is None:
+        if len(batch.rows_with_labels):
+            raise ValueError(f"{message}, got None; give each Document `kept_tokens`.")
+        none = batch.labels[:0]
+        kept = KeptTokens(ids=none, slots=none, num_slots=batch.num_tokens)
+        return batch.replace(kept_tokens=kept)
+    assert isinstance(batch.kept_tokens, KeptTokens)
+    has_record = (batch.labels == -100) | batch.kept_tokens.has_entry()
+    message = f"{message} for every label"
+    if has_record.is_cuda:
+        torch._assert_async(has_record.all(), message)
+    elif not bool(has_record.all()):
+        slot = int((~has_record).nonzero()[0])
+        raise ValueError(f"{message}, got none for slot {slot}.")
+    return batch

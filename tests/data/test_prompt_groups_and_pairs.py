@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from fastrl import BatchCounts, Document, TokenBatch
 from fastrl.data.advantages import with_kl_in_rewards
 from fastrl.data.documents import DocumentError
 from fastrl.data.preferences import preference_pairs
-from fastrl.data.rollouts import read_rollouts, write_rollouts
 
 
 def document(num_labels: int, group: int | str | None = None) -> Document:
@@ -64,38 +62,3 @@ def test_kl_in_rewards_counts_the_learned_tokens() -> None:
         with_kl_in_rewards(
             [Document(tokens=[0, 1], prompt_length=1, logprobs=[0.0], reward=1.0)], 1
         )
-
-
-def test_kept_tokens_move_to_their_labels() -> None:
-    documents = [
-        Document(tokens=[5, 6, 7], prompt_length=1, kept_tokens=[[6, 1], [7, 2, 3]]),
-        Document(tokens=[8, 9], prompt_length=1, kept_tokens=[[], [9]]),
-        Document(tokens=[3, 4], prompt_length=2),
-    ]
-    (batch,) = TokenBatch.from_documents(documents, pad_to_multiple=8).to_kwargs()
-    assert batch.kept_tokens is not None
-    expected = [[6, 1, -1], [7, 2, 3], [-1] * 3, [9, -1, -1], *[[-1] * 3] * 4]
-    assert batch.kept_tokens.tolist() == expected
-    assert batch.select(slice(1, 2)).kept_tokens.tolist() == [[7, 2, 3]]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ([[1]], r"must have 3 \(one a token\) or 2 \(one a completion token\) lists, got 1"),
-        ([[1], [-1]], "must hold ids of at least 0 alone"),
-        ([[1], [0.5]], "must hold ids of at least 0 alone"),
-    ],
-)
-def test_kept_tokens_that_do_not_fit_are_refused(kept: list[list[int]], message: str) -> None:
-    with pytest.raises(DocumentError, match=f"document 0: `kept_tokens` {message}"):
-        TokenBatch.from_documents([Document(tokens=[0] * 3, prompt_length=1, kept_tokens=kept)])
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_kept_tokens_survive_a_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"rollouts{suffix}"
-    kept = [[6, 1], [7, 2, 3]]
-    write_rollouts(path, [Document(tokens=[5, 6, 7], prompt_length=1, kept_tokens=kept)])
-    (read,) = read_rollouts(path, require=[])
-    assert read.kept_tokens == kept

@@ -253,6 +253,21 @@ def test_k23_files_without_the_recorded_sets_are_refused(
     assert main(["train", *arguments, "phases.0.losses={policy: {type: grpo}}"]) == 0
 
 
+def test_k21_recorded_sets_of_some_documents_are_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the packing, and also where the head does not read them."""
+    path = tmp_path / "rollouts.jsonl"
+    document = Document(tokens=[1, 2, 0], prompt_length=1, logprobs=[-0.5, -0.5], advantage=1.0)
+    write_rollouts(path, [replace(document, kept_tokens=[[2, 3], [0]]), document])
+    phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
+    overrides = [f"phases=[{phase}]", "phases.0.losses={policy: {type: grpo}}"]
+    assert _error(tmp_path, capsys, *overrides) == (
+        f"{path}, document 2: `kept_tokens` is required, as {path}, document 1 has it, got none; "
+        "give it to all documents or to none\n"
+    )
+
+
 def test_k23_a_supervised_phase_has_no_recorded_sets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.full_rows import LogitRows, full_rows
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
 
@@ -23,14 +24,13 @@ class KeepSet:
         top_p: the smallest set of the most probable entries left by `top_k` that holds at least
             top_p of their probability, ties of the last included.
         min_p: entries at least min_p times as probable as the most probable one.
-        tokens: [T, K] int64, the entries recorded by the sampler, padded with -1; replaces the
-            other three.
+        tokens: the entries recorded by the sampler; replaces the other three.
     """
 
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    tokens: Tensor | None = None
+    tokens: KeptTokens | None = None
 
 
 def masked_logprobs(
@@ -69,7 +69,7 @@ def kept_columns(rows: LogitRows, keep: KeepSet) -> Tensor:  # [R, S]
     """Which of this rank's columns are in the keep-set, labels aside; without gradient."""
     z, groups = rows.z.detach(), [rows.group]
     if keep.tokens is not None:
-        return _recorded(z, keep.tokens[rows.tokens], rows.tile.first_column)
+        return keep.tokens.mask(rows.tokens, rows.tile.first_column, z.shape[1])
     kept = z > -torch.inf
     keys = ordered_keys(z)
     if keep.top_k is not None:
@@ -85,12 +85,3 @@ def kept_columns(rows: LogitRows, keep: KeepSet) -> Tensor:  # [R, S]
     if keep.min_p is not None:
         kept = kept & (z >= (rows.maximum(z) + math.log(keep.min_p))[:, None])
     return kept
-
-
-def _recorded(z: Tensor, tokens: Tensor, first_column: int) -> Tensor:  # [R, S], [R, K]
-    """The listed columns; other ranks' columns and padding go to a spare one."""
-    column = tokens - first_column
-    spare = z.shape[1]
-    column = torch.where((column >= 0) & (column < spare) & (tokens >= 0), column, spare)
-    kept = torch.zeros(z.shape[0], spare + 1, dtype=torch.bool, device=z.device)
-    return kept.scatter_(1, column, True)[:, :spare]

@@ -9,6 +9,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, LanguageModelHead, TokenStatistics
 from fastrl.functional.head.full_rows import LogitRows
 from fastrl.functional.head.sampling_mask import KeepSet, kept_columns
+from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.reference import head as reference
 from fastrl.kernels.arguments import VocabularyTile
 from tests.helpers.keep_sets import KEEP, recorded_entries
@@ -47,8 +48,8 @@ def statistics_by_definition(
             continue
         recorded = None
         if keep.recorded:
-            assert batch.kept_tokens is not None
-            recorded = [v for v in batch.kept_tokens[t].tolist() if v >= 0]
+            assert isinstance(batch.kept_tokens, KeptTokens)
+            recorded = batch.kept_tokens.lists()[t]
         entries = reference.kept_entries(
             z[t].detach(),
             label,
