@@ -135,12 +135,10 @@ def _config_check(arguments: argparse.Namespace) -> int:
     from fastrl.config import RunConfig, dump_config, load_config
 
     config = load_config(RunConfig, arguments.file, arguments.overrides)
-    if config.environment is not None:
-        from fastrl.environments.problem_sets import draw_problem_sets
-        from fastrl.environments.scoring import build_environment
 
-        environment = build_environment(config.environment, config.seed)
-        draw_problem_sets(config.environment, environment)
+    from fastrl.training.check import check_run
+
+    check_run(config)
     print(f"# {arguments.file} is valid. With its overrides and all defaults:")
     text = dump_config(config)
     encoding = sys.stdout.encoding or "utf-8"
@@ -215,7 +213,9 @@ def _add_config_commands(config: argparse.ArgumentParser) -> None:
     config_commands = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
     schema = config_commands.add_parser("schema", help="print the JSON schema of a run's config")
     schema.set_defaults(command=_config_schema)
-    check = config_commands.add_parser("check", help="validate a config and print it resolved")
+    check = config_commands.add_parser(
+        "check", help="refuse what `train` would refuse, or print the resolved config"
+    )
     check.add_argument("file", type=_path, metavar="FILE", help="YAML file of the run")
     _add_overrides(check, "phases.1.steps=20 or model.hidden_size=96")
     check.set_defaults(command=_config_check)

@@ -23,7 +23,7 @@ class LossConfig(Config):
         # package it is a text, the import path of the loss's class.
         type: str
 
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-HIGHEST_RATIO, le=HIGHEST_RATIO)
     """Factor on this loss in the sum over the head's losses."""
 
     logits_scale: float = Field(default=1.0, ge=1e-3, le=1e3)
@@ -150,7 +150,7 @@ class OffPolicyMaskConfig(Config):
     behaviour_logprob - logprob exceeds the threshold. The denominator stays the original count.
     """
 
-    threshold: float = Field(gt=0)
+    threshold: float = Field(gt=0, le=HIGHEST_RATIO)
     """Largest mean log-ratio (nats a token) that is kept."""
 
     behaviour: Literal["old", "rollout"] = "old"
@@ -165,16 +165,16 @@ class AdaptiveEntropyConfig(Config):
     only if the last entropy was at most the target.
     """
 
-    target: float = Field(gt=0)
+    target: float = Field(gt=0, le=HIGHEST_RATIO)
     """Mean entropy (nats a token) to stay at."""
 
-    step: float = Field(default=0.005, gt=0)
+    step: float = Field(default=0.005, gt=0, le=HIGHEST_RATIO)
     """Change of the bonus per optimizer step."""
 
-    low: float = Field(default=0.0, ge=0)
+    low: float = Field(default=0.0, ge=0, le=HIGHEST_RATIO)
     """Smallest bonus."""
 
-    high: float = Field(default=1.0, gt=0)
+    high: float = Field(default=1.0, gt=0, le=HIGHEST_RATIO)
     """Largest bonus."""
 
     @model_validator(mode="after")
@@ -187,7 +187,7 @@ class AdaptiveEntropyConfig(Config):
 class EntropyConfig(Config):
     """Terms of the loss that depend on the entropy of the policy."""
 
-    bonus: float = Field(default=0.0, ge=0)
+    bonus: float = Field(default=0.0, ge=0, le=HIGHEST_RATIO)
     """Factor on the mean entropy of the batch's labels, which is subtracted from the loss; the
     first value under `adaptive`."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from fastrl.config.base import Config
-from fastrl.config.loss_options import LossConfig
+from fastrl.config.loss_options import HIGHEST_RATIO, LossConfig
 from fastrl.config.policy_losses import (
     CISPOLossConfig,
     DPPOLossConfig,
@@ -43,7 +43,7 @@ class ZLossConfig(LossConfig):
     type: Literal["z_loss"] = "z_loss"
     """Names the loss."""
 
-    weight: float = 1e-4
+    weight: float = Field(default=1e-4, ge=-HIGHEST_RATIO, le=HIGHEST_RATIO)
     """Factor on this loss in the sum over the head's losses; PaLM's value."""
 
 
@@ -53,7 +53,7 @@ class DPOLossConfig(LossConfig):
     type: Literal["dpo"] = "dpo"
     """Names the loss."""
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, ge=1e-6, le=HIGHEST_RATIO)
     """Strength of the pull to the reference."""
 
     variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
@@ -134,7 +134,7 @@ class KeepSetConfig(Config):
     The log-probabilities in the data must be taken over the same set.
     """
 
-    top_k: int | None = Field(default=None, gt=0)
+    top_k: int | None = Field(default=None, gt=0, le=2**24)
     """The k most probable entries."""
 
     top_p: float | None = Field(default=None, gt=0, lt=1)
@@ -167,10 +167,10 @@ class HeadOptions(Config):
     bias: bool = False
     """Whether the head adds a bias to its logits."""
 
-    softcap: float | None = Field(default=None, gt=0)
+    softcap: float | None = Field(default=None, ge=1e-3, le=1e6)
     """Bound of the logits, softcap * tanh(logits / softcap) (Gemma); none by default."""
 
-    logit_scale: float = 1.0
+    logit_scale: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Factor on the logits, before the cap."""
 
     keep: KeepSetConfig | None = None

@@ -34,7 +34,7 @@ class OptimizerConfig(Config):
     epsilon: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the mean square."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled decay of the weight matrices; norms and biases have none."""
 
     max_grad_norm: float | None = Field(default=1.0, ge=1e-6)

@@ -15,7 +15,7 @@ class DefaultRopeConfig(Config):
 
     type: Literal["default"] = "default"
 
-    theta: float = Field(default=10000.0, gt=0)
+    theta: float = Field(default=10000.0, ge=1, le=1e18)
     """Base of the wavelengths: pair i of a head's dimensions turns by
     position * theta^(-2 i / head_dim)."""
 
@@ -30,7 +30,7 @@ class Llama3RopeConfig(Config):
 
     type: Literal["llama3"] = "llama3"
 
-    theta: float = Field(default=500000.0, gt=0)
+    theta: float = Field(default=500000.0, ge=1, le=1e18)
     """Base of the wavelengths."""
 
     factor: float = Field(default=8.0, ge=1)
@@ -68,7 +68,7 @@ class YarnRopeConfig(Config):
 
     type: Literal["yarn"] = "yarn"
 
-    theta: float = Field(default=10000.0, gt=1)
+    theta: float = Field(default=10000.0, gt=1, le=1e18)
     """Base of the wavelengths."""
 
     factor: float = Field(default=4.0, ge=1)

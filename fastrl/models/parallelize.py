@@ -74,6 +74,25 @@ def _check(
     fully_sharded: bool,
     compute_dtype: torch.dtype | None,
 ) -> None:
+    check_tensor_axis(llama, tensor)
+    if sequence_parallel and tensor == 1:
+        raise ValueError(
+            "`sequence_parallel` must be false without a tensor axis, got true with `tensor` 1:"
+            " it has no effect."
+        )
+    if compute_dtype is not None and not fully_sharded:
+        raise ValueError(
+            f"`compute_dtype` must be None without `fully_sharded`, got {compute_dtype}; FSDP2"
+            " keeps the copy of the weights in the compute dtype."
+        )
+
+
+def check_tensor_axis(llama: Llama, tensor: int) -> None:
+    """Refuses sizes of a model that leave some of `tensor` ranks without a part.
+
+    Raises:
+        ValueError: by the name of the size; from facts that all ranks share.
+    """
     config = llama.config
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
@@ -88,16 +107,6 @@ def _check(
             f"`vocab_size` must leave each of the {tensor} ranks of the tensor axis a row of the"
             f" embedding, got {rows}, of which a rank has {-(-rows // tensor)}; use a smaller"
             " `parallel.tensor` or a larger vocabulary."
-        )
-    if sequence_parallel and tensor == 1:
-        raise ValueError(
-            "`sequence_parallel` must be false without a tensor axis, got true with `tensor` 1:"
-            " it has no effect."
-        )
-    if compute_dtype is not None and not fully_sharded:
-        raise ValueError(
-            f"`compute_dtype` must be None without `fully_sharded`, got {compute_dtype}; FSDP2"
-            " keeps the copy of the weights in the compute dtype."
         )
 
 

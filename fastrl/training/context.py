@@ -49,6 +49,7 @@ def build_context(
     checkpoint: Path | None = None,
     with_environment: bool = True,
     processes: Processes | None = None,
+    with_weights: bool = True,
 ) -> RunContext:
     """The context of a run. Seeds torch's global generator, which initialises the weights.
 
@@ -57,6 +58,7 @@ def build_context(
         checkpoint: folder of the weights, in place of the config's model.
         with_environment: whether to build the environment, if the config has one.
         processes: from `processes_of`; default: this one alone.
+        with_weights: whether to make or load them; without, the model is on the meta device.
 
     Raises:
         UserError: the config asks for something that is not available.
@@ -75,7 +77,11 @@ def build_context(
         environment = RunEnvironment(config.environment, config.seed, processes, launch=is_run)
         _check_prompts(environment, tokenizer)
     torch.manual_seed(config.seed)
-    llama = _build_llama(config, tokenizer, processes, folder)
+    llama_config = _llama_config(config, tokenizer, folder)
+    if with_weights:
+        llama = _build_llama(config, llama_config, processes, folder)
+    else:
+        llama = Llama(llama_config, device="meta")
     generator = torch.Generator(device)
     sampler = Sampler(config.sampler, llama, tokenizer.end_tokens, generator, processes)
     return RunContext(processes, tokenizer, environment, llama, generator, sampler)
@@ -112,17 +118,12 @@ def _model_folder(config: RunConfig, checkpoint: Path | None) -> Path | None:
     return Path(config.model.path)
 
 
-def _build_llama(
-    config: RunConfig, tokenizer: Tokenizer, processes: Processes, folder: Path | None
-) -> Llama:
-    """The model: that of `folder`, or a new one as `config.model` says."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
+def _llama_config(config: RunConfig, tokenizer: Tokenizer, folder: Path | None) -> LlamaConfig:
+    """The sizes of the model: those of `folder`, or as `config.model` says."""
     if folder is not None:
         llama_config = read_llama_config(folder, head=config.model.head)
         _check_vocabulary(llama_config, tokenizer, str(folder))
-        llama = empty_llama(llama_config, processes, dtype)
-        load_weights(llama, folder)
-        return llama
+        return llama_config
     model = config.model
     assert isinstance(model, LlamaConfig)
     vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
@@ -130,6 +131,18 @@ def _build_llama(
     llama_config = model.model_copy(update={"vocab_size": vocab_size, "eos_token_id": end_token})
     _check_end_token(llama_config)
     _check_vocabulary(llama_config, tokenizer, "`model`")
+    return llama_config
+
+
+def _build_llama(
+    config: RunConfig, llama_config: LlamaConfig, processes: Processes, folder: Path | None
+) -> Llama:
+    """The model with the weights of `folder`, or new ones."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if folder is not None:
+        llama = empty_llama(llama_config, processes, dtype)
+        load_weights(llama, folder)
+        return llama
     llama = Llama(llama_config, device=processes.device, dtype=dtype)
     if processes.mesh is None:
         processes.parallelize(llama)

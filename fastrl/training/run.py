@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from fastrl.config import RunConfig, UserError, save_config
 from fastrl.config.phases import RLPhaseConfig
-from fastrl.config.training import LoggingConfig
+from fastrl.training.check import check_packages
 from fastrl.training.checkpoint import CONFIG_FILE
 from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.display import Display, open_display, print_line
@@ -47,7 +46,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
             checkpoint saved.
     """
     started = time.monotonic()
-    _check_packages(config.logging)
+    check_packages(config.logging)
     processes = processes_of(config)
     is_main = processes.is_main
     console = Console(quiet=not is_main)
@@ -112,17 +111,6 @@ def _open_writer(
         tensorboard=config.logging.tensorboard,
         first_step=None if is_new else state.step,
     )
-
-
-def _check_packages(config: LoggingConfig) -> None:
-    wanted = {"tensorboard": config.tensorboard, "matplotlib": config.report}
-    options = {"tensorboard": "logging.tensorboard", "matplotlib": "logging.report"}
-    for package, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"`{options[package]}` needs the {package} package; install it with: "
-                f"pip install 'fastrl[examples]', or set it to false"
-            )
 
 
 class Trainer:

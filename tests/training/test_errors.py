@@ -99,6 +99,14 @@ RL21 = [
     f"phases.0.documents_per_step={10**21}",
     f"phases.1.mini_batches={10**18}",
     'model={type: pretrained, path: "a\\0b"}',
+    "phases.1.losses.policy.weight=-1e39",
+    "phases.1.losses.policy.entropy.bonus=1e300",
+    "phases.0.losses.z={type: z_loss, weight: 1e300}",
+    "model.head.softcap=1e300",
+    "model.head.logit_scale=1e300",
+    f"model.head.keep.top_k={2**70}",
+    "model.rope.theta=1e300",
+    "phases.0.optimizer.weight_decay=1e300",
 ]
 
 RL22 = [
@@ -110,6 +118,9 @@ RL22 = [
     f"phases.0.optimizer.warmup_updates={10**30}",
     "phases.1.rollouts.temperature=1e300",
     "phases.1.losses.policy.logits_scale=1e-300",
+    "model.head.softcap=1e-300",
+    "model.head.logit_scale=0",
+    "model.head.logit_scale=1e-300",
 ]
 
 
@@ -133,6 +144,23 @@ def test_rl21_values_that_no_run_can_have_are_refused(
     message, path = _refused_by_check(tmp_path, capsys, override)
     assert path.startswith(override.split("=")[0])
     assert " must " in message
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval", "sample"])
+def test_rl21_a_path_with_a_nul_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    config, bad = str(write_tiny(tmp_path)), str(tmp_path / "a\0b")
+    arguments = {
+        "train": ["train", config, "--run-dir", bad],
+        "check": ["config", "check", bad],
+        "eval": ["eval", bad],
+        "sample": ["sample", bad, "1 + 1 ="],
+    }
+    with pytest.raises(SystemExit) as ended:
+        main(arguments[command])
+    assert ended.value.code == 2
+    assert "must not hold the character NUL, which no path can have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("override", RL22, ids=lambda override: override[:50])
@@ -220,7 +248,21 @@ def test_a_malformed_rollout_line_is_named(
 
 @pytest.mark.parametrize(
     "override",
-    ["device=mps", "device=cuda:128", "environment.task=chain_summ", "environment.config.x=1"],
+    [
+        "device=mps",
+        "device=cuda:128",
+        "device=cuda:99",
+        "environment.task=chain_summ",
+        "environment.config.x=1",
+        "tokenizer.characters='0123'",
+        "tokenizer={type: file, path: none.json, end_token: x}",
+        "model.vocab_size=7",
+        "model.eos_token_id=99",
+        "model={type: pretrained, path: none}",
+        "phases.0.max_tokens_per_micro_batch=5",
+        "phases.1.max_tokens_per_micro_batch=5",
+        "phases.1.rollouts={type: files, paths: [none.jsonl]}",
+    ],
 )
 def test_the_check_refuses_what_a_run_would_refuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
@@ -230,6 +272,43 @@ def test_the_check_refuses_what_a_run_would_refuse(
     out, checked = capsys.readouterr()
     assert out == ""
     assert checked == f"fastrl: error: {_error(tmp_path, capsys, override)}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tensor=4", "`parallel`: `num_key_value_heads` must be a multiple of the tensor"),
+        (
+            "parallel.tensor=8; model.num_attention_heads=8; model.head_dim=2; "
+            "model.intermediate_size=64; model.vocab_size=17",
+            "`parallel`: `vocab_size` must leave each of the 8 ranks of the tensor axis a row",
+        ),
+        ("logging.report=true", "`logging.report` needs the matplotlib package"),
+    ],
+)
+def test_the_check_refuses_what_needs_other_processes_or_packages(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    override: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    config = str(write_tiny(tmp_path))
+    assert main(["config", "check", config, *override.split("; ")]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"fastrl: error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_the_check_makes_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """These are of some hundred GB."""
+    config = str(write_tiny(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["config", "check", config, "model.hidden_size=131072"]) == 0
+    assert "hidden_size: 131072" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("with_some", [False, True])
