@@ -266,7 +266,7 @@ def test_a_loss_says_what_the_batch_lacks() -> None:
         head(content_hidden(batch), batch.replace(advantages=None))
 
 
-def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
+def test_l21_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
     """`single_pass` would round dz, some 1e-9 here, before the scale is known."""
     documents = [Document(tokens=[1, 2, 3], prompt_length=1, advantage=1e-4, logprobs=[-2.0, -2.0])]
     batch = pack(documents)
@@ -282,6 +282,44 @@ def test_a_loss_scale_keeps_small_gradients_in_fp16() -> None:
         assert output.strategy == ("recompute" if is_exact else "single_pass")
         (grad,) = torch.autograd.grad(output.loss * 2.0**30, hidden)
         assert (grad.abs().max() > 0).item() == is_exact
+
+
+def fp16_gradient(loss: str, strategy: str, labels_of_step: int, dtype: torch.dtype) -> Tensor:
+    """dh of a micro-batch of a step of many labels, under the scale of a GradScaler."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(512, (8, 33), generator=generator)
+    old = -6.2 + 0.3 * torch.randn(8, 32, generator=generator)
+    documents = [
+        Document(row, prompt_length=1, logprobs=old[number], advantage=1.5 - number % 4)
+        for number, row in enumerate(tokens)
+    ]
+    counts = BatchCounts(labels_of_step, labels_of_step // 32)
+    (batch,) = TokenBatch.from_documents(documents).to_kwargs(counts=counts)
+    config = {"hidden_size": 64, "vocab_size": 512, "strategy": strategy, "chunk_size": 64}
+    losses = {"policy": {"type": loss, "epsilon_low": 0.9, "epsilon_high": 4.0}}
+    head = LanguageModelHead(LanguageModelHeadConfig.model_validate(config | {"losses": losses}))
+    with torch.no_grad():
+        head.weight.copy_(0.1 * torch.randn(512, 64, generator=generator))
+    head.half().to(dtype)
+    hidden = torch.randn(batch.num_tokens, 64, generator=generator).half().to(dtype)
+    output = head(hidden.requires_grad_(), batch)
+    (grad,) = torch.autograd.grad(output.loss * 2.0**16, hidden)
+    if strategy == "auto" and dtype == torch.float16:
+        assert output.strategy == "recompute"
+    return grad.double()
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("labels_of_step", [2**16, 2**18, 2**20])
+def test_l21_gradients_of_large_steps_keep_their_digits_in_fp16(
+    loss: str, labels_of_step: int
+) -> None:
+    """`single_pass` has errors of 1e-2 to 4e-1 there, as the docs say."""
+    exact = fp16_gradient(loss, "recompute", labels_of_step, torch.float64)
+    for strategy, bounds in (("auto", (0, 1e-3)), ("single_pass", (4e-3, 1.0))):
+        grad = fp16_gradient(loss, strategy, labels_of_step, torch.float16)
+        error = ((grad - exact).norm() / exact.norm()).item()
+        assert bounds[0] <= error < bounds[1], strategy
 
 
 def test_dropping_clipped_rows_changes_nothing() -> None:
