@@ -74,11 +74,12 @@ def test_the_index_of_the_docs_names_every_page() -> None:
 def test_the_faults_are_those_of_the_tests_names() -> None:
     of_tests: dict[str, set[str]] = {}
     for path in (ROOT / "tests").glob("**/test_*.py"):
-        for code in re.findall(r"^def test_([a-z]\d+)_", path.read_text("utf-8"), re.MULTILINE):
+        text = path.read_text(encoding="utf-8")
+        for code in re.findall(r"^def test_((?:[a-z]|rl)\d+)_", text, re.MULTILINE):
             file = path.relative_to(ROOT / "tests").as_posix()
             of_tests.setdefault(code.upper(), set()).add(file)
     text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([A-Z]\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:[A-Z]|RL)\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert len(rows) == len(dict(rows))
     assert {code: set(re.findall(r"`([^`]+)`", files)) for code, files in rows} == of_tests
 

@@ -272,8 +272,7 @@ class LanguageModelHead(nn.Module):
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
         self._check_teacher(teacher, losses)
-        batch = _with_recorded(self.config.keep, batch)
-        facts = _facts(operands)
+        facts, batch = _facts(operands), _with_recorded(self.config.keep, batch)
         plans = plan_head(self.config, self.groups, batch, losses, facts, return_logprobs)
         results = [self._run(plan, operands, teacher) for plan in plans.losses]
         read: TokenStatistics | None = None

@@ -63,8 +63,8 @@ def apply_update(
     """Clips the gradients, applies update number `update` and clears them.
 
     Where their norm is not finite, weights, moments and step counts stay as they are. The norm is
-    one over all shards, so that all data ranks leave out the same updates; the device decides,
-    and the host does not wait for it.
+    one over all shards and copies of them, so that all ranks leave out the same updates; the device
+    decides, and the host does not wait for it.
 
     Returns:
         The norm of all gradients before clipping, a scalar on their device.
