@@ -242,11 +242,10 @@ class BatchKwargs:
     def replace(self, **changes: Any) -> BatchKwargs:
         """The same batch with some fields changed, such as `old_logprobs` from another pass.
 
-        Row sets that depend on them are dropped, unless they are given too: with `labels` all, with
-        `advantages` those of active rows. The head derives them from `labels` then, and refuses
-        those that do not belong to its batch.
+        Other `labels` drop the row sets, unless they are given too: the head then derives them.
+        With other `advantages` they stay, and the head refuses those that lack a row with one.
         """
-        dropped = [name for field, names in _ROW_SETS.items() if field in changes for name in names]
+        dropped = _ROW_SETS if "labels" in changes else ()
         values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
         return replace(self, **values)
 
@@ -267,7 +266,7 @@ class BatchKwargs:
         }
         if self.kept_tokens is not None:
             gathered["kept_tokens"] = self.kept_tokens[index]
-        dropped = ("labelled_rows", *_ACTIVE, "visible_until")
+        dropped = (*_ROW_SETS, "visible_until")
         return replace(self, **gathered | dict.fromkeys(dropped))
 
     @property
@@ -295,8 +294,7 @@ class BatchKwargs:
         return replace(self, **changes)
 
 
-_ACTIVE = ("active_rows", "active_document_rows")
-_ROW_SETS = {"advantages": _ACTIVE, "labels": ("labelled_rows", *_ACTIVE)}
+_ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows")
 
 _COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
 _DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}

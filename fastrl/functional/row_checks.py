@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs, RowSet
 
-_REMEDY = "; leave the row sets out, and they are derived from `labels`"
+_REMEDY = "; set the row sets to None, and they are derived from `labels`"
 
 
 def check_row_sets(batch: BatchKwargs) -> None:

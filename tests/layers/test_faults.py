@@ -377,5 +377,23 @@ def test_rl26_changed_labels_and_advantages_have_rows_of_their_own(strategy: str
         results.append((run(head, batch), bias_grad(head)))
     assert results[0] == results[1]
     assert any(results[0][1])
-    kept = two_documents().replace(advantages=changed["advantages"]).row_sets
-    assert list(kept) == ["labelled_rows"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rl26_advantages_that_are_no_longer_0_need_their_rows(strategy: str) -> None:
+    advantages = torch.tensor([0.5, 0.5, 0, 0, 0.25, 0, 0])
+    head: dict[str, object] = {"type": "grpo"}
+    changed = two_documents().replace(advantages=advantages)
+    with pytest.raises(
+        ValueError, match=r"`active_rows` .* row 4 contradicts; set the row sets to"
+    ):
+        run(uniform_head(head, strategy), changed)
+    derived = changed.replace(active_rows=None, active_document_rows=None)
+    run(uniform_head(head, strategy), derived)
+    # Of another dtype or scale they are those of the batch.
+    run(uniform_head(head, strategy), _scaled(two_documents()))
+
+
+def _scaled(batch: BatchKwargs) -> BatchKwargs:
+    assert batch.advantages is not None
+    return batch.replace(advantages=0.1 * batch.advantages.double())
