@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.kept_tokens import KeptTokens
+from fastrl.functional.row_checks import check_row_sets
 from fastrl.functional.transfer import send
 
 
@@ -243,11 +244,18 @@ class BatchKwargs:
         """The same batch with some fields changed, such as `old_logprobs` from another pass.
 
         Other `labels` drop the row sets, unless they are given too: the head then derives them.
-        With other `advantages` they stay, and the head refuses those that lack a row with one.
+        With other `advantages` they stay.
+
+        Raises:
+            ValueError: row sets that are not those of the labels and advantages; on a GPU, where
+                the values are the device's, an asynchronous assertion.
         """
         dropped = _ROW_SETS if "labels" in changes else ()
         values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
-        return replace(self, **values)
+        changed = replace(self, **values)
+        if not changes.keys().isdisjoint(("labels", "advantages", *_ROW_SETS)):
+            check_row_sets(changed)
+        return changed
 
     def select(
         self,
@@ -277,8 +285,10 @@ class BatchKwargs:
 
     def span(self, start: int, stop: int) -> BatchKwargs:
         """The batch of the slots [start, stop), with their row sets."""
-        sets = {name: rows.within(start, stop) for name, rows in self.row_sets.items()}
-        return self.select(slice(start, stop)).replace(**sets)
+        sets: dict[str, Any] = {
+            name: rows.within(start, stop) for name, rows in self.row_sets.items()
+        }
+        return replace(self.select(slice(start, stop)), **sets)
 
     def _map(self, function: Any) -> BatchKwargs:
         """The batch with `function` applied to every tensor, including row sets."""

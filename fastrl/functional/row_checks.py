@@ -1,17 +1,19 @@
 """Whether the row sets of a batch are those of its labels and advantages.
 
-A batch from documents has such sets. One whose fields were replaced by hand may not, and its loss
-would then be that of other tokens.
+A batch from documents has such sets, and they are not compared again in the head's calls. One whose
+fields are replaced by hand may not, and its loss would then be that of other tokens.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fastrl.functional.batch import BatchKwargs, RowSet
+if TYPE_CHECKING:
+    from fastrl.functional.batch import BatchKwargs, RowSet
 
 _REMEDY = "; set the row sets to None, and they are derived from `labels`"
 

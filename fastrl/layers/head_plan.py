@@ -6,7 +6,7 @@ Nothing here synchronises, except for batches made by hand without row sets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from fastrl.config.losses import HeadOptions, LanguageModelHeadConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
-from fastrl.functional.row_checks import check_row_sets
 from fastrl.layers.losses import LanguageModelLoss
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
@@ -100,13 +99,11 @@ def plan_head(
         return_logprobs: whether the log-probabilities of all labels are requested.
 
     Raises:
-        ValueError: row sets that are not those of the batch, tokens that cannot be split, or
-            `single_pass` is required and not possible.
+        ValueError: the tokens cannot be split, or `single_pass` is required and not possible.
     """
-    check_row_sets(batch)
     batch = _own_tokens(batch, groups)
     labelled = batch.rows_with_labels
-    batch = batch.replace(labelled_rows=labelled)  # found once
+    batch = replace(batch, labelled_rows=labelled)  # found once
     by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
     for name, loss in losses.items():
         if "divergence" not in loss.needs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +92,10 @@ def _as_gathered(llama: Llama, pieces: Sequence[BatchKwargs], joined: BatchKwarg
     order = slots.transpose(0, 1).flatten()
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    sets = {name: _moved(rows, place) for name, rows in joined.row_sets.items()}
+    sets: dict[str, Any] = {name: _moved(rows, place) for name, rows in joined.row_sets.items()}
     device = joined.labels.device
     # A document's rows are no longer adjacent, so no chunk of rows holds whole documents.
-    return joined.select(order.to(device)).replace(whole_documents=False, **sets)
+    return replace(joined.select(order.to(device)), whole_documents=False, **sets)
 
 
 def _moved(rows: RowSet, place: Tensor) -> RowSet:
