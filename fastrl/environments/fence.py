@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +20,6 @@ _GIB = 2**30
 _MAX_OPEN_FILES = 64
 
 # From linux/prctl.h and linux/sched.h.
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -32,17 +30,6 @@ _EXECUTE_WRITE_REMOVE_MAKE = 0x1FF3  # version 1: all but reading files and fold
 _FILES_BY_VERSION = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # rename, truncate, ioctl of devices
 _TCP_BIND_CONNECT = 0b11  # version 4
 _ABSTRACT_SOCKETS_SIGNALS = 0b11  # version 6
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this worker when its parent ends, for whatever reason; Linux only.
-
-    Elsewhere the worker ends with its input, once the current item is scored.
-    """
-    if sys.platform == "linux":
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent is gone already
 
 
 def limit_memory(gib: float) -> None:

@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import AnyEnvironmentConfig
-from fastrl.environments.fence import end_with_parent, leave_network, limit_memory, raise_fence
+from fastrl.environments.fence import leave_network, limit_memory, raise_fence
+from fastrl.environments.parent import end_with_parent
 from fastrl.environments.protocol import Environment
 from fastrl.environments.scoring import build_environment, finite_score
 from fastrl.environments.user_class import described
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     """
     answers, parent = map(int, arguments)
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Schedulers send these to all processes of a job, and the trainer finishes its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # Messages get a descriptor of their own, so that scored text cannot read them from stdin.
     messages = os.fdopen(os.dup(0), "rb")
     os.dup2(1, 0)  # /dev/null

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig
+from fastrl.environments.parent import end_with_parent
 from fastrl.models.compiled import compile_layers
 from fastrl.models.llama import Llama
 from fastrl.models.parallelize import parallelize_llama
@@ -132,6 +133,8 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
             f" {needed}; start it with `torchrun --nproc-per-node {needed} -m fastrl train ...` or"
             " change the sizes"
         )
+    if dist.is_torchelastic_launched():
+        end_with_parent()  # a job that is started again must find nobody in its run folder
     if needed == 1 and not config.fully_sharded:
         return Processes(config, 0, device, None)
     backend = "gloo"
