@@ -103,6 +103,10 @@ class ParallelConfig(Config):
     """Dtype of activations and of gathered weights, with `fully_sharded` (also on one process);
     parameters, sums of gradients and optimizer states keep the run's `dtype`. Default: `dtype`."""
 
+    timeout: float | None = Field(default=None, ge=1, le=7 * 24 * 3600)
+    """Seconds that a step, an evaluation or a checkpoint may take on several processes, before the
+    process ends with the place where it waits: another may hang. Default: 1800."""
+
     @property
     def num_processes(self) -> int:
         """The product of the sizes."""
@@ -116,6 +120,10 @@ class ParallelConfig(Config):
             )
         if self.compute_dtype is not None and not self.fully_sharded:
             raise ValueError("`compute_dtype` must be given with `fully_sharded: true` only")
+        if self.timeout is not None and self.num_processes == 1:
+            raise ValueError(
+                "`timeout` must be given for several processes only: one waits for no other"
+            )
         return self
 
 

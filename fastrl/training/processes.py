@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,13 @@ from fastrl.models.compiled import compile_layers
 from fastrl.models.llama import Llama
 from fastrl.models.parallelize import parallelize_llama
 from fastrl.parallel import ParallelGroups, device_mesh, shard_like, whole_tensor
+from fastrl.training.watch import Watch
+
+_TIMEOUT = 1800.0
+"""Seconds without progress on several processes, if `parallel.timeout` is not given."""
+
+# torch's own bound on a collective, which says less, comes after that of the watch.
+_SECONDS_FOR_THE_WATCH = 60.0
 
 T = TypeVar("T")
 
@@ -33,6 +41,7 @@ class Processes:
         device: of this process.
         mesh: of all processes; None for one without FSDP2.
         compile_layers: whether models get compiled decoder layers.
+        watch: ends this process when it makes no progress; None for one process.
     """
 
     config: ParallelConfig
@@ -40,6 +49,7 @@ class Processes:
     device: torch.device
     mesh: DeviceMesh | None
     compile_layers: bool = False
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
@@ -47,11 +57,20 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process; all must call."""
+        return bool(self.highest(int(flag)))
+
+    def highest(self, number: int) -> int:
+        """The highest of the numbers of all processes; all must call."""
         if self.size == 1:
-            return flag
-        total = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-        return bool(total)
+            return number
+        most = torch.tensor(number, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+        return int(most)
+
+    def progress(self) -> None:
+        """Says that this process goes on: a step, an evaluation or a checkpoint begins."""
+        if self.watch is not None:
+            self.watch.progress()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes by rank, sent as pickles; all must call."""
@@ -108,9 +127,17 @@ class Processes:
         )
 
     def close(self) -> None:
-        """Leaves the process group, at the end of a run without an error."""
+        """Leaves the process group, at the end of a run without an error; all must call.
+
+        They leave together: torchrun takes the first that ends with an exit code other than 0 as a
+        reason to end the others, one of which may still write a checkpoint.
+        """
+        self.progress()
+        self.any(False)
         if self.mesh is not None:
             dist.destroy_process_group()
+        if self.watch is not None:
+            self.watch.end()
 
 
 def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
@@ -137,6 +164,11 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
         end_with_parent()  # a job that is started again must find nobody in its run folder
     if needed == 1 and not config.fully_sharded:
         return Processes(config, 0, device, None)
+    timeout = _TIMEOUT if config.timeout is None else config.timeout
+    bound = timedelta(seconds=timeout + _SECONDS_FOR_THE_WATCH)
+    watch = None
+    if needed > 1:
+        watch = Watch(timeout, f"rank {os.environ.get('RANK', '?')} of {needed}")
     backend = "gloo"
     if device.type == "cuda":
         backend = "nccl"
@@ -147,14 +179,17 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=bound)
     mesh = device_mesh(
         data=config.data,
         sequence_data=config.sequence_data,
         tensor=config.tensor,
         device_type=device.type,
     )
-    return Processes(config, dist.get_rank(), device, mesh)
+    if needed > 1:
+        for group in mesh.get_all_groups():  # made with torch's own bound, 10 minutes for NCCL
+            dist.distributed_c10d._set_pg_timeout(bound, group)
+    return Processes(config, dist.get_rank(), device, mesh, watch=watch)
 
 
 @torch.no_grad()

@@ -229,6 +229,7 @@ class Trainer:
         return True
 
     def _step(self, phase: Phase) -> None:
+        self._context.processes.progress()
         begin = time.monotonic()
         result = phase.step()
         seconds = time.monotonic() - begin
@@ -268,6 +269,7 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         if self._context.environment is None:
             return None
+        self._context.processes.progress()
         evaluation = evaluate(self._config, self._context)
         values = {**evaluation.metrics(), "seconds": self.seconds}
         self._writer.log(self.state.step, self._phase.name, values)
@@ -278,6 +280,7 @@ class Trainer:
         place = (self.state.phase, self.state.phase_step)
         if place == self._saved_at:
             return
+        self._context.processes.progress()
         # Of the shards of all ranks, which then end together.
         if self._context.processes.any(not self._phase.has_finite_weights()):
             raise UserError(
