@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from fastrl.training.interrupt import INTERRUPTED
+from fastrl.training.interrupt import INTERRUPTED, exit_code
 
 BROKEN_PIPE = 141
 """Exit code of a command whose output pipe was closed, as in `fastrl config schema | head`."""
@@ -27,7 +27,9 @@ ESCAPES = "backslashreplace"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code is 0, 2 (error), 130 (Ctrl-C) or 141 (broken pipe).
+    """Runs one command; its exit code.
+
+    It is 0, 2 (error), 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 141 (broken pipe).
 
     Args:
         argv: the arguments after the program's name; those of this process by default.
@@ -54,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"fastrl: error: {_message(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("fastrl: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code(*error.args) if error.args else INTERRUPTED
 
 
 def _replace_what_the_terminal_lacks() -> None:

@@ -102,7 +102,9 @@ class NewCheckpoint:
 def _remove_old(target: Path, config: RunConfig, digest: str, say: Callable[[str], object]) -> None:
     """Removes all but the last `checkpoint.keep` checkpoints of the run, `target` among them."""
     own = _own_checkpoints(target.parent, config, digest)
-    last = own.pop(target)
+    last = _step_of(target.name, config)
+    assert last is not None
+    own.pop(target, None)  # not there if its manifest cannot be read again
     # Those of later steps are of a run that resumed before them.
     others = sorted(((step <= last, step, path) for path, step in own.items()), reverse=True)
     for _, _, old in others[config.checkpoint.keep - 1 :]:

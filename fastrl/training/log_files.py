@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastrl.training.rollouts import Sample
+from fastrl.training.run_folder import check_in_place
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -174,5 +175,6 @@ def _stays(record: Mapping[str, Any], step: int, new_phase: str | None) -> bool:
 
 
 def _write_line(file: IO[str], record: Mapping[str, Any]) -> None:
+    check_in_place(file)
     file.write(json.dumps(record, allow_nan=False) + "\n")
     file.flush()

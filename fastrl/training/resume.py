@@ -17,6 +17,7 @@ from fastrl.training.checkpoint import CONFIG_FILE, has_checkpoint, is_last, lat
 from fastrl.training.context import RunContext
 from fastrl.training.manifest import MAY_CHANGE
 from fastrl.training.rollouts import RolloutSource
+from fastrl.training.run_folder import LOCK_FILE
 from fastrl.training.trainer_state import TrainerState, read_trainer_state
 
 _SHOWN_KEYS = 5
@@ -52,7 +53,7 @@ def find_start(config: RunConfig, run_dir: Path, *, resume: bool) -> Start:
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir}: must be a folder, is a file")
     if not resume:
-        if run_dir.is_dir() and any(run_dir.iterdir()):
+        if run_dir.is_dir() and any(path.name != LOCK_FILE for path in run_dir.iterdir()):
             raise UserError(
                 f"{run_dir}: must be new or empty; choose another --run-dir, remove it, or go on "
                 "with the run in it with --resume"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,19 +19,26 @@ from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.display import Display, open_display, print_line
 from fastrl.training.evaluate import Evaluation, evaluate
 from fastrl.training.file_summary import FileSummary
-from fastrl.training.interrupt import INTERRUPTED, StopRequest
+from fastrl.training.interrupt import StopRequest, exit_code
 from fastrl.training.log_files import MetricsWriter, NoWriter, drop_records_after
 from fastrl.training.phases import Phase, StepResult
+from fastrl.training.processes import Processes
 from fastrl.training.report import write_report
 from fastrl.training.resume import Start, find_start, state_to_resume, with_inputs
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
+from fastrl.training.run_folder import RunFolder
 from fastrl.training.saving import CheckpointSaver
 from fastrl.training.trainer_state import TrainerState, is_format_1
 
+_CANNOT_WRITE = 255
+"""In place of a signal's number, and above all of them."""
+
 
 def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
-    """Trains as a config says; the exit code is 0, or 130 for a run that Ctrl-C stopped and saved.
+    """Trains as a config says; the exit code is 0, or that of a signal that stopped the run.
+
+    A run that Ctrl-C (130), SIGTERM (143) or SIGHUP (129) stopped has finished its step and saved.
 
     Each of the processes of `config.parallel` calls it; the first one prints and writes. Nothing is
     written before config, environment, model and the data of all phases have been checked.
@@ -42,8 +51,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
 
     Raises:
         UserError: as `find_start`, `build_context`, `build_sources` and `Trainer.run`.
-        KeyboardInterrupt: the second Ctrl-C; after the first one the step is finished and a
-            checkpoint saved.
+        KeyboardInterrupt: the second signal; its argument is the number.
     """
     started = time.monotonic()
     check_packages(config.logging)
@@ -65,35 +73,49 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         phase.restore(state)
     if context.environment is not None:
         context.environment.start()
-    writer: MetricsWriter | NoWriter = NoWriter()
-    if is_main:
-        writer = _open_writer(config, run_dir, state, start, console)
-    display = open_display(console)
-    trainer = Trainer(config, run_dir, context, phase, sources, state, writer, display, started)
-    with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
-        try:
-            finished = trainer.run(stop)
-        finally:
-            display.close()
-            writer.close()
-            if context.environment is not None:
-                context.environment.close()
-        context.processes.close()
-        end = trainer.summary() if finished else f"stopped after step {trainer.state.step}"
-        if config.logging.report and is_main:
-            write_report(run_dir, config, title=f"{run_dir.name}: {end}")
-    if not finished:
-        print_line(console, f"{end} and saved; go on with --resume")
-        return INTERRUPTED
-    print_line(console, end)
-    return 0
+    with _open_folder(config, run_dir, processes, start, resume=resume) as folder:
+        writer: MetricsWriter | NoWriter = NoWriter()
+        if is_main:
+            writer = _open_writer(config, run_dir, state, start, console)
+        display = open_display(console)
+        trainer = Trainer(config, folder, context, phase, sources, state, writer, display, started)
+        with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
+            try:
+                stopped_by = trainer.run(stop)
+            finally:
+                display.close()
+                writer.close()
+                if context.environment is not None:
+                    context.environment.close()
+            end = f"stopped after step {trainer.state.step}" if stopped_by else trainer.summary()
+            if config.logging.report and is_main:
+                write_report(run_dir, config, title=f"{run_dir.name}: {end}")
+            processes.close()
+    print_line(console, f"{end} and saved; go on with --resume" if stopped_by else end)
+    return exit_code(stopped_by) if stopped_by else 0
+
+
+@contextmanager
+def _open_folder(
+    config: RunConfig, run_dir: Path, processes: Processes, start: Start, *, resume: bool
+) -> Iterator[RunFolder]:
+    """The folder of the run, locked by the process that writes; an error is all processes'."""
+    with ExitStack() as stack:
+        folder = RunFolder(run_dir, writes=processes.is_main)
+
+        def lock() -> None:
+            stack.enter_context(folder)
+            if start.checkpoint is None and find_start(config, run_dir, resume=resume) != start:
+                raise UserError(f"{run_dir}: another process has trained in it since; try again")
+
+        processes.from_main(lock)
+        yield folder
 
 
 def _open_writer(
     config: RunConfig, run_dir: Path, state: TrainerState, start: Start, console: Console
 ) -> MetricsWriter:
     """The log files of a run, without the records after the state that it goes on from."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / CONFIG_FILE)
     is_new = start.checkpoint is None and not start.begins_again
     if start.begins_again:
@@ -118,7 +140,7 @@ class Trainer:
 
     Args:
         config: of the run.
-        run_dir: folder of the run, which exists.
+        folder: of the run.
         context: model, environment and sampler.
         phase: the phase to begin with.
         sources: of the documents of the phases that follow; a phase takes its own.
@@ -134,7 +156,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path,
+        folder: RunFolder,
         context: RunContext,
         phase: Phase,
         sources: dict[int, RolloutSource],
@@ -144,14 +166,14 @@ class Trainer:
         started: float,
     ) -> None:
         self._config = config
-        self._run_dir = run_dir
+        self._folder = folder
         self._context = context
         self._phase = phase
         self._sources = sources
         self._writer = writer
         self._display = display
         self._started = started - state.seconds
-        self._saver = CheckpointSaver(run_dir, config, context.processes, display.message)
+        self._saver = CheckpointSaver(folder.path, config, context.processes, display.message)
         is_new = state.optimizer is None and state.step == 0
         self._saved_at = None if is_new else (state.phase, state.phase_step)
         self.state = state
@@ -163,11 +185,12 @@ class Trainer:
         """Time of the run so far, in seconds, resumed parts included."""
         return time.monotonic() - self._started
 
-    def run(self, stop: StopRequest) -> bool:
+    def run(self, stop: StopRequest) -> int:
         """Trains to the end, or to the end of the step in which `stop` was requested.
 
         Returns:
-            Whether the run is finished. The checkpoint is written in both cases.
+            0 if the run is finished, else the number of the signal, on all processes. The
+            checkpoint is written in both cases.
 
         Raises:
             UserError: a loss is not finite, or the gradients of too many updates are not; a
@@ -176,11 +199,12 @@ class Trainer:
         with self._saver:
             return self._run(stop)
 
-    def _run(self, stop: StopRequest) -> bool:
+    def _run(self, stop: StopRequest) -> int:
         while True:
-            if not self._run_phase(stop):
+            stopped_by = self._run_phase(stop)
+            if stopped_by:
                 self._save()
-                return False
+                return stopped_by
             if self.state.phase + 1 == len(self._config.phases):
                 break
             self._save()
@@ -189,7 +213,7 @@ class Trainer:
             self._phase = Phase(self._config, index, self._context, self._sources.pop(index))
         self._final = self._evaluate()
         self._save()
-        return True
+        return 0
 
     def summary(self) -> str:
         """The last line of a finished run.
@@ -205,7 +229,8 @@ class Trainer:
             )
         return f"{self._on_files.line(losses)} {how}"
 
-    def _run_phase(self, stop: StopRequest) -> bool:
+    def _run_phase(self, stop: StopRequest) -> int:
+        """Trains to the end of a phase (0), or until a signal has reached any process."""
         phase, config = self._phase, self._phase.config
         if len(self.state.rewards) == self.state.phase:  # false after a resumption within a phase
             evaluation = self._evaluate()
@@ -216,8 +241,11 @@ class Trainer:
             self._on_files.add(metrics)
         self._display.begin_phase(phase.name, config.steps, phase.steps_done)
         while phase.steps_done < config.steps:
-            if self._context.processes.any(stop.requested or self._saver.has_failed):
-                return False
+            # One collective for both; a checkpoint that failed is raised by the next save.
+            stops = _CANNOT_WRITE if self._saver.has_failed else stop.number
+            stopped_by = self._context.processes.highest(stops)
+            if stopped_by:
+                return stopped_by
             self._step(phase)
             last = phase.steps_done == config.steps
             every = self._config.evaluation.every
@@ -226,7 +254,7 @@ class Trainer:
             every = self._config.checkpoint.every
             if every is not None and phase.steps_done % every == 0 and not last:
                 self._save()
-        return True
+        return 0
 
     def _step(self, phase: Phase) -> None:
         self._context.processes.progress()
@@ -281,6 +309,7 @@ class Trainer:
         if place == self._saved_at:
             return
         self._context.processes.progress()
+        self._folder.check()
         # Of the shards of all ranks, which then end together.
         if self._context.processes.any(not self._phase.has_finite_weights()):
             raise UserError(
