@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastrl.training import checkpoint, phases, run
+from fastrl.training import checkpoint, phases
 from fastrl.training.log_files import MetricsWriter
 from fastrl.training.phases import Phase
+from fastrl.training.saving import CheckpointSaver
 from tests.faults.jobs import Ended, Prepare
 from tests.faults.places import CHECKPOINTS, STEPS, Place
 
@@ -52,7 +53,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "backward": (Phase, "_backward"),
     "update": (phases, "apply_update"),
     "record": (MetricsWriter, "log"),
-    "checkpoint": (run, "save_checkpoint"),
+    "checkpoint": (CheckpointSaver, "save"),
     "manifest": (checkpoint, "write_manifest"),
     "latest": (checkpoint, "_write_latest"),
 }

@@ -30,7 +30,7 @@ phases:
     optimizer: {{learning_rate: 1e-2}}
     rollouts: {{type: files, paths: ["{rollouts}"], documents_per_step: 8}}
   - {{<<: *phase, name: second}}
-checkpoint: {{every: 2}}
+checkpoint: {{every: 2, asynchronous: false}}
 logging: {{tensorboard: false, report: false}}
 """
 STEPS = 6

@@ -34,7 +34,7 @@ from tests.faults.kinds import (
     spread,
     step_at,
 )
-from tests.faults.places import STEPS, Place
+from tests.faults.places import CHECKPOINTS, STEPS, Place
 
 WRITING = ("record", "checkpoint", "manifest", "latest")
 
@@ -90,6 +90,15 @@ def _twice(place: Place, point: str, number: int, rank: int) -> None:
     ends_with(ended, rank, (143,), "fastrl: interrupted")
     assert place.saved == saved_before(point, number)
     place.goes_on()
+
+
+def _killed_in_the_background(place: Place, point: str, number: int) -> None:
+    """Killed by the thread that writes, at any step of the run, which has gone on."""
+    act = partial(send, signal.SIGKILL)
+    ended = place.train(at(point, number, act), "checkpoint.asynchronous=true")
+    ends_with(ended, 0, (-9,))
+    assert place.saved == saved_before(point, number)
+    place.goes_on("checkpoint.asynchronous=true")
 
 
 def _is_nothing(place: Place, act: Act, point: str, number: int, rank: int) -> None:
@@ -203,6 +212,16 @@ KINDS = [
         "0; the others wait",
         "nothing",
         spread(partial(_is_nothing, act=partial(hold_the_interpreter, 18)), ("update",)),
+    ),
+    Kind(
+        "SIGKILL while a checkpoint is written in the background",
+        f"killed; {ENDS}",
+        "the steps after the last complete checkpoint",
+        [
+            Case(1, partial(_killed_in_the_background, point=point, number=number))
+            for point in ("manifest", "latest")
+            for number in range(1, len(CHECKPOINTS))
+        ],
     ),
     Kind("os._exit(3)", f"3; {ENDS}", AFTER, _ends(partial(os._exit, 3), 3)),
 ]
