@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fastrl.config.loss_options import RatioLevel
 from fastrl.config.policy_losses import SAPOLossConfig
@@ -30,4 +31,6 @@ class SAPOLoss(LanguageModelPolicyGradientLoss[SAPOLossConfig]):
         tau = torch.where(
             positive, ones * self.config.tau_positive, ones * self.config.tau_negative
         )
-        return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * (4 / tau)
+        # As a logarithm: the derivative of a sigmoid near 1 is a difference of 1 and it.
+        gate = logsigmoid(tau * (terms.ratio - 1)).exp()
+        return -terms.advantages * gate * (4 / tau)
