@@ -76,6 +76,8 @@ def build_context(
     if config.environment is not None and with_environment:
         environment = RunEnvironment(config.environment, config.seed, processes, launch=is_run)
         _check_prompts(environment, tokenizer)
+    if isinstance(config.model, LlamaConfig):
+        _check_attention(config.model, parallel.compute_dtype or config.dtype, device)
     torch.manual_seed(config.seed)
     llama_config = _llama_config(config, tokenizer, folder)
     if with_weights:
@@ -131,6 +133,7 @@ def _llama_config(config: RunConfig, tokenizer: Tokenizer, folder: Path | None) 
     llama_config = model.model_copy(update={"vocab_size": vocab_size, "eos_token_id": end_token})
     _check_end_token(llama_config)
     _check_vocabulary(llama_config, tokenizer, "`model`")
+    _check_padding(llama_config)
     return llama_config
 
 
@@ -161,6 +164,33 @@ def _check_vocabulary(config: LlamaConfig, tokenizer: Tokenizer, source: str) ->
         raise UserError(
             f"{source}: `vocab_size` must be at least the tokenizer's {needed}, got "
             f"{config.vocab_size}"
+        )
+
+
+def _check_attention(config: LlamaConfig, dtype: str, device: torch.device) -> None:
+    """Refuses an implementation that the device or the activations do not have."""
+    name = config.attention_implementation
+    problem = None
+    if name in ("flex", "varlen") and device.type != "cuda":
+        problem = f"needs a CUDA device, got {device}"
+    elif name == "varlen" and dtype != "bfloat16":
+        problem = (
+            f"needs 16-bit activations, got {dtype}; give `parallel.compute_dtype: bfloat16` (and "
+            "`parallel.fully_sharded: true`)"
+        )
+    elif name == "flex" and dtype == "float64":
+        problem = "has no float64"
+    if problem is not None:
+        raise UserError(f"`model.attention_implementation: {name}` {problem}; or use `auto`")
+
+
+def _check_padding(config: LlamaConfig) -> None:
+    """Refuses fewer rows than the vocabulary, which may be the tokenizer's, has ids."""
+    rows, needed = config.padded_vocab_size, config.vocab_size
+    assert needed is not None
+    if rows is not None and rows < needed:
+        raise UserError(
+            f"`model.padded_vocab_size` must be at least the vocabulary size {needed}, got {rows}"
         )
 
 
