@@ -41,7 +41,7 @@ class Text:
     kept: list[list[int]]
     temperature: float
     version: int
-    reward: float | None
+    reward: float  # NaN: none
     group: int
     document: Document
 
@@ -211,7 +211,6 @@ def _draw_texts(case: FuzzCase, random: Random, normal: Any) -> list[Text]:
     count = 2 * random.randint(1, 3) if needs_pairs else random.choice((1, 2, 3, 4, 6, 8))
     shared = random.choice((0.3, 0.7, 1.0, 1.3))
     is_shared = random.random() < 0.5
-    has_rewards = random.random() < 0.5
     noise = (random.choice((0.05, 0.3, 1.0)), random.choice((0.0, 0.05, 0.3)))
     prompts = [random.choices(case.possible, k=4) for _ in range(3)]
     texts = []
@@ -222,7 +221,7 @@ def _draw_texts(case: FuzzCase, random: Random, normal: Any) -> list[Text]:
         tokens[: random.randint(0, 4)] = prompts[group % 3][: random.randint(0, 4)]
         tokens = tokens if len(tokens) > needs_pairs else [0, 0]
         temperature = shared if is_shared else random.choice((0.4, 0.8, 1.0, 1.5))
-        reward = random.choice((0.0, 1.0, random.gauss(0, 1), math.nan)) if has_rewards else None
+        reward = random.choice((0.0, 1.0, random.gauss(0, 1), math.nan))
         texts.append(
             _draw_text(case, random, normal, tokens, (temperature, group, reward, sign), noise)
         )
@@ -234,7 +233,7 @@ def _draw_text(
     random: Random,
     normal: Any,
     tokens: list[int],
-    facts: tuple[float, int, float | None, int | None],
+    facts: tuple[float, int, float, int | None],
     noise: tuple[float, float],
 ) -> Text:
     """A document whose old policies are near the head's own, in one of the forms of `Document`."""
@@ -269,7 +268,7 @@ def _draw_text(
         advantages = [random.choice((0.0, random.gauss(0, 1))) for _ in range(length)]
     if case.dtype != torch.float64:
         advantages = [float(np.float32(value)) for value in advantages]
-        reward = None if reward is None else float(np.float32(reward))
+        reward = float(np.float32(reward))
         temperature = float(np.float32(temperature))
     text = Text(
         tokens=tokens, is_label=is_label, hidden=hidden, teacher_hidden=normal(length, 5),

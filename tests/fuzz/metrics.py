@@ -112,9 +112,9 @@ def _labels(config: PolicyGradientLossConfig, tokens: Tokens) -> Iterator[_Label
                 wide = tokens.logprobs.new_tensor(advantage)
                 weight = token_weight(tokens, options, slots, t, wide, level)
             ratio = token_ratio(tokens, slots, t, level, options).item()
-            sign = own[t] if level == "clipped_document" else advantage
             new, old = tokens.logprobs[t].item(), tokens.old_logprobs[t].item()
-            yield _Label(t, ratio, advantage, weight, *_clipped(config, ratio, sign, new, old))
+            clipped = _clipped(config, ratio, (advantage, own[t]), new, old)
+            yield _Label(t, ratio, advantage, weight, *clipped)
 
 
 def _policy(
@@ -156,12 +156,21 @@ def _policy(
 
 
 def _clipped(
-    config: Any, ratio: float, advantage: float, new: float, old: float
+    config: Any, ratio: float, advantages: tuple[float, float], new: float, old: float
 ) -> tuple[bool, bool]:
-    """Whether the clip cuts off the label's gradient from below, from above."""
+    """Whether the clip cuts off the label's gradient from below, from above.
+
+    Args:
+        config: of the loss.
+        ratio: at its level.
+        advantages: at its level, and the token's own.
+        new: log-probability under the policy.
+        old: the same under the old one.
+    """
+    advantage, own = advantages
     if config.type == "gmpo":
-        low = new - old < -config.epsilon_low and advantage < 0
-        return low, new - old > config.epsilon_high and advantage > 0
+        low = new - old < -config.epsilon_low and own <= 0 and advantage != 0
+        return low, new - old > config.epsilon_high and own > 0 and advantage != 0
     if config.type == "cispo":
         low = config.epsilon_low is not None and ratio < 1 - config.epsilon_low
         return low, ratio > 1 + config.epsilon_high
@@ -206,12 +215,10 @@ def _divergences(
 
 def _rewards(tokens: Tokens, columns: dict[str, Any]) -> dict[str, float]:
     """Over the documents with labels that have one."""
-    if all(reward is None for reward in columns["rewards"]):
-        return {}
     some = [int(tokens.document_index[slots[0]])
             for slots in documents(tokens.document_index, tokens.labels)]  # fmt: skip
     rewards = [columns["rewards"][number] for number in some]
-    scored = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
+    scored = [reward for reward in rewards if not math.isnan(reward)]
     found = _moments("reward", scored)
     return {
         "reward": found["reward"],
