@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fastrl.config import RunConfig
 from fastrl.config.phases import RLPhaseConfig
 from fastrl.training.file_summary import KL, KL_TITLE
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 
 REPORT_FILE = "report.png"
 
-Curve = tuple[list[int], list[float]]
+# What is shown of each loss.
+_METRICS = ("loss", KL, "entropy", "clip_fraction")
 
 
 def write_report(run_dir: Path, config: RunConfig, *, title: str) -> Path:
     """Plots the metrics of a run into its folder; the file appears complete or not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = report_figure(read_metrics(run_dir), config)
+    figure = report_figure(iter_metrics(run_dir), config)
     figure.suptitle(title)
     temporary = run_dir / f".{REPORT_FILE}.{os.getpid()}.png"
     try:
@@ -32,8 +33,8 @@ def write_report(run_dir: Path, config: RunConfig, *, title: str) -> Path:
         temporary.unlink(missing_ok=True)
 
 
-def report_figure(records: Sequence[dict[str, Any]], config: RunConfig) -> Any:
-    """The figure of the records of a run.
+def report_figure(records: Iterable[Mapping[str, Any]], config: RunConfig) -> Any:
+    """The figure of the records of a run, which are read once and not kept.
 
     Rewards that come from rollout files are those of the policy that wrote them, and are named so.
     In place of a policy-gradient loss, which is about 0 whatever is learned, stands KL(old, new).
@@ -41,25 +42,22 @@ def report_figure(records: Sequence[dict[str, Any]], config: RunConfig) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    curves = _Curves(config)
+    for record in records:
+        curves.add(record)
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
-    _draw(axes[0, 0], "reward", _rewards(records, config))
-    steps, rewards = _curve(records, "heldout/reward")
-    if steps:
-        axes[0, 0].plot(steps, rewards, "o-", color="black", label="held out")
+    _draw(axes[0, 0], "reward", curves.rewards())
+    if curves.heldout:
+        axes[0, 0].plot(*curves.heldout.points, "o-", color="black", label="held out")
         axes[0, 0].legend(loc="best")
-    _draw_losses(axes[0, 1], records)
-    _draw(axes[1, 0], "entropy (nats a token)", _curves(records, "entropy"))
-    _draw(axes[1, 1], "clip fraction", _curves(records, "clip_fraction"))
+    _draw_losses(axes[0, 1], curves)
+    _draw(axes[1, 0], "entropy (nats a token)", curves.of("entropy"))
+    _draw(axes[1, 1], "clip fraction", curves.of("clip_fraction"))
     for axis in axes[1]:
         axis.set_xlabel("step")
-    ends = [
-        before["step"] + 0.5
-        for before, after in itertools.pairwise(records)
-        if before["phase"] != after["phase"]
-    ]
     for axis in axes.flat:
-        for end in ends:
+        for end in curves.phase_ends:
             axis.axvline(end, color="grey", linewidth=0.8, linestyle=":")
     for axis in figure.axes:  # the right-hand ones too
         axis.ticklabel_format(axis="y", useOffset=False)
@@ -67,40 +65,72 @@ def report_figure(records: Sequence[dict[str, Any]], config: RunConfig) -> Any:
     return figure
 
 
-def _rewards(records: Sequence[dict[str, Any]], config: RunConfig) -> dict[str, Curve]:
-    """The rewards of the documents that were trained on, by where they come from."""
-    on_files = {
-        config.phase_name(index)
-        for index, phase in enumerate(config.phases)
-        if isinstance(phase, RLPhaseConfig) and phase.rollouts.type == "files"
-    }
-    curves = {
-        "of the files": _curve([r for r in records if r["phase"] in on_files], "reward"),
-        "training": _curve([r for r in records if r["phase"] not in on_files], "reward"),
-    }
-    return {name: curve for name, curve in curves.items() if curve[0]}
+class _Curve:
+    """Values over steps: 16 bytes a point, however long the run."""
+
+    def __init__(self) -> None:
+        self.points = (array("q"), array("d"))
+
+    def __len__(self) -> int:
+        return len(self.points[0])
+
+    def add(self, step: int, value: float) -> None:
+        self.points[0].append(step)
+        self.points[1].append(value)
 
 
-def _curve(records: Sequence[dict[str, Any]], key: str) -> Curve:
-    points = [(record["step"], record[key]) for record in records if key in record]
-    return [step for step, _ in points], [value for _, value in points]
+class _Curves:
+    """The curves of a run's records, taken one at a time.
+
+    Attributes:
+        heldout: reward on the held-out prompts.
+        phase_ends: places between phases.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.heldout = _Curve()
+        self.phase_ends: list[float] = []
+        self._rewards = {"of the files": _Curve(), "training": _Curve()}
+        self._by_metric: dict[str, dict[str, _Curve]] = {name: {} for name in _METRICS}
+        self._last: tuple[int, str] | None = None
+        self._on_files = {
+            config.phase_name(index)
+            for index, phase in enumerate(config.phases)
+            if isinstance(phase, RLPhaseConfig) and phase.rollouts.type == "files"
+        }
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes the points of a record."""
+        step, phase = record["step"], record["phase"]
+        if self._last is not None and self._last[1] != phase:
+            self.phase_ends.append(self._last[0] + 0.5)
+        self._last = (step, phase)
+        if "reward" in record:
+            source = "of the files" if phase in self._on_files else "training"
+            self._rewards[source].add(step, record["reward"])
+        if "heldout/reward" in record:
+            self.heldout.add(step, record["heldout/reward"])
+        for key, value in record.items():
+            name, _, metric = key.rpartition("/")
+            # That of a policy, which has a KL, is not shown.
+            is_shown = metric in self._by_metric and not (
+                metric == "loss" and f"{name}/{KL}" in record
+            )
+            if name and is_shown:
+                self._by_metric[metric].setdefault(name, _Curve()).add(step, value)
+
+    def rewards(self) -> dict[str, _Curve]:
+        """Of the documents that were trained on, by where they come from."""
+        return {name: curve for name, curve in self._rewards.items() if curve}
+
+    def of(self, metric: str) -> dict[str, _Curve]:
+        """Of a metric, by the name of the loss."""
+        return self._by_metric[metric]
 
 
-def _curves(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Curve]:
-    """The curves of a metric by the name of the loss."""
-    names = {
-        key.removesuffix(f"/{metric}"): key
-        for record in records
-        for key in record
-        if key.endswith(f"/{metric}")
-    }
-    return {name: _curve(records, key) for name, key in names.items()}
-
-
-def _draw_losses(axis: Any, records: Sequence[dict[str, Any]]) -> None:
+def _draw_losses(axis: Any, curves: _Curves) -> None:
     """Plots losses, and the KL of policies on a scale of its own where there are both."""
-    divergences = _curves(records, KL)
-    losses = _curves([_without_policy_losses(record) for record in records], "loss")
+    divergences, losses = curves.of(KL), curves.of("loss")
     if not losses or not divergences:
         title = f"{KL_TITLE} (nats a token)" if divergences else "loss"
         _draw(axis, title, divergences or losses)
@@ -112,12 +142,7 @@ def _draw_losses(axis: Any, records: Sequence[dict[str, Any]]) -> None:
     right.legend(handles=[*axis.lines, *right.lines], loc="upper right")
 
 
-def _without_policy_losses(record: dict[str, Any]) -> dict[str, Any]:
-    has_kl = {key.removesuffix(KL) + "loss" for key in record if key.endswith(f"/{KL}")}
-    return {key: value for key, value in record.items() if key not in has_kl}
-
-
-def _draw(axis: Any, title: str, curves: dict[str, Curve]) -> None:
+def _draw(axis: Any, title: str, curves: Mapping[str, _Curve]) -> None:
     axis.set_title(title)
     axis.grid(alpha=0.3)
     _plot(axis, curves)
@@ -125,6 +150,6 @@ def _draw(axis: Any, title: str, curves: dict[str, Curve]) -> None:
         axis.legend(loc="best")
 
 
-def _plot(axis: Any, curves: dict[str, Curve], first_color: int = 0) -> None:
-    for number, (name, (steps, values)) in enumerate(curves.items(), first_color):
-        axis.plot(steps, values, linewidth=1.0, label=name, color=f"C{number}")
+def _plot(axis: Any, curves: Mapping[str, _Curve], first_color: int = 0) -> None:
+    for number, (name, curve) in enumerate(curves.items(), first_color):
+        axis.plot(*curve.points, linewidth=1.0, label=name, color=f"C{number}")

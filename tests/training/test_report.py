@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ from fastrl.training.report import report_figure
 from tests.helpers.runs import tiny
 
 FILES = {"type": "files", "paths": ["x.jsonl"], "documents_per_step": 2}
+
+
+class Record(dict[str, Any]):
+    """A record that can be watched."""
 
 
 def _on_files() -> RunConfig:
@@ -79,3 +85,17 @@ def test_b6_the_last_line_tells_each_loss_apart_and_what_is_missing() -> None:
     bare = FileSummary()
     bare.add({"loss": 0.0})
     assert bare.line(["a"]) == "trained on files, without metrics"
+
+
+def test_the_records_of_a_long_run_are_not_kept() -> None:
+    alive: list[weakref.ref[Record]] = []
+
+    def records() -> Iterator[Record]:
+        for step in range(1, 101):
+            assert sum(reference() is not None for reference in alive) <= 1
+            record = Record(_step(step, "rl", reward=0.5))
+            alive.append(weakref.ref(record))
+            yield record
+
+    reward = report_figure(records(), _on_files()).axes[0]
+    assert len(reward.lines[0].get_xdata()) == 100
