@@ -9,7 +9,6 @@ from the files' policy is what is left: the clip fraction and KL(old, new).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from statistics import fmean
 
 KL, KL_TITLE = "kl_old_new", "KL(old, new)"
 """The metric of a loss, and what people read."""
@@ -19,14 +18,15 @@ class FileSummary:
     """The steps of a phase on rollout files, as its last line tells of them."""
 
     def __init__(self) -> None:
-        self._rewards: list[float] = []
+        self._rewards = self._num_rewards = 0.0
         self._first: Mapping[str, float] | None = None
         self._last: Mapping[str, float] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Notes the metrics of a step."""
         if "reward" in metrics:
-            self._rewards.append(metrics["reward"])
+            self._rewards += metrics["reward"]
+            self._num_rewards += 1
         if "loss" in metrics:  # false for a step without documents
             self._first = metrics if self._first is None else self._first
             self._last = metrics
@@ -39,7 +39,9 @@ class FileSummary:
         """
         if self._first is None:
             return "no steps"
-        parts = [f"reward of the files: {fmean(self._rewards):.2f}"] if self._rewards else []
+        parts: list[str] = []
+        if self._num_rewards:
+            parts.append(f"reward of the files: {self._rewards / self._num_rewards:.2f}")
         for metric, text, digits in (("clip_fraction", "clip fraction", 3), (KL, KL_TITLE, 4)):
             known = [name for name in losses if f"{name}/{metric}" in self._first]
             for name in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import build_sources
 from tests.helpers.random_configs import changed_run
+from tests.helpers.rollout_file import write_rollout_file
 from tests.helpers.runs import TINY
 from tests.properties.profile import examples
 
@@ -49,29 +49,6 @@ def from_files(rollouts: Path) -> dict[str, Any]:
         "type": "files", "paths": [str(rollouts)], "documents_per_step": 4,
     }  # fmt: skip
     return values
-
-
-def write_file(path: Path) -> None:
-    """Four groups of three documents, some without a completion."""
-    random = Random(1)
-    lines = []
-    for group in range(4):
-        prompt = [random.randrange(1, 15) for _ in range(4)]
-        for number in range(3):
-            completion = [random.randrange(15) for _ in range(random.randint(0, 6))]
-            logprobs = [-3 * random.random() for _ in completion]
-            record = {
-                "tokens": prompt + completion,
-                "prompt_length": 4,
-                "logprobs": logprobs,
-                "ref_logprobs": [value - 0.1 for value in logprobs],
-                "rollout_logprobs": [value - 0.05 for value in logprobs],
-                "kept_tokens": [[1, 2, token] for token in completion],
-                "reward": float(number % 2),
-                "group_id": group,
-            }
-            lines.append(json.dumps(record))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def accepted(values: dict[str, Any]) -> RunConfig:
@@ -110,7 +87,7 @@ def _varied_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accepted_config_trains_a_step(tmp_path: Path) -> None:
     """Or is refused before the run begins, by what only its tokenizer, device or task tell."""
     rollouts = tmp_path / "rollouts.jsonl"
-    write_file(rollouts)
+    write_rollout_file(rollouts)
     bases = [from_sampler(), from_files(rollouts)]
     trained = []
 
