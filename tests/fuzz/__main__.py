@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,17 +48,18 @@ def _run(options: argparse.Namespace, pool: RankPool) -> int:
     start, seed = time.monotonic(), options.seed
     counts: Counter[str] = Counter()
     failed: list[int] = []
-    while time.monotonic() - start < 60 * options.minutes and len(failed) < options.stop_after:
-        case = draw_case(seed)
-        if case.layout.world_size <= options.ranks:
-            problem = _checked(seed, pool, options.device)
-            counts[str(case.dtype).removeprefix("torch.")] += 1
-            counts["ranks"] += case.layout.world_size > 1
-            counts["edges"] += problem == "edge"
-            if problem not in (None, "edge"):
-                failed.append(seed)
-                print(f"{problem}\n  again: python -m tests.fuzz --case {seed}\n", flush=True)
-        seed += 1
+    with suppress(KeyboardInterrupt):  # what was tried is told all the same
+        while time.monotonic() - start < 60 * options.minutes and len(failed) < options.stop_after:
+            case = draw_case(seed)
+            if case.layout.world_size <= options.ranks:
+                problem = _checked(seed, pool, options.device)
+                counts[str(case.dtype).removeprefix("torch.")] += 1
+                counts["ranks"] += case.layout.world_size > 1
+                counts["edges"] += problem == "edge"
+                if problem not in (None, "edge"):
+                    failed.append(seed)
+                    print(f"{problem}\n  again: python -m tests.fuzz --case {seed}\n", flush=True)
+            seed += 1
     total = sum(number for name, number in counts.items() if name not in ("ranks", "edges"))
     took = (time.monotonic() - start) / 60
     print(
@@ -75,5 +78,6 @@ def _checked(seed: int, pool: RankPool, device: str) -> str | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     poison_empty_memory(pytest.MonkeyPatch())
     sys.exit(main())
