@@ -51,6 +51,8 @@ class FuzzCase:
     """What is computed, in float64 numbers that the case's dtype can hold.
 
     Attributes:
+        dtype: of hidden states, weight and gradients.
+        compute_dtype: of the operands of products, where another.
         losses: options of each loss by name.
         head: options of the head's config without sizes and losses.
         packs: numbers of the documents of each data rank's micro-batches, rank after rank.
@@ -60,6 +62,7 @@ class FuzzCase:
 
     seed: int
     dtype: torch.dtype
+    compute_dtype: torch.dtype | None
     layout: Ranks
     losses: dict[str, dict[str, Any]]
     head: dict[str, Any]
@@ -79,6 +82,11 @@ class FuzzCase:
     needs_gradient: tuple[bool, bool]  # of hidden states, of weight and bias
 
     @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the operands of products."""
+        return self.compute_dtype or self.dtype
+
+    @property
     def configs(self) -> dict[str, Any]:
         """The losses, validated."""
         return {name: _LOSS.validate_python(loss) for name, loss in self.losses.items()}
@@ -93,8 +101,8 @@ class FuzzCase:
     def __str__(self) -> str:
         numbers = [len(text.tokens) for text in self.texts]
         return (
-            f"seed {self.seed}: {self.dtype}, {self.layout}, vocabulary {self.vocab_size} of"
-            f" {len(self.weight)} rows, documents {numbers} in {self.packs},"
+            f"seed {self.seed}: {self.dtype} in {self.product_dtype}, {self.layout}, vocabulary"
+            f" {self.vocab_size} of {len(self.weight)} rows, documents {numbers} in {self.packs},"
             f" {self.micro_sequences} micro-sequences, upstream {self.upstream}\n"
             f"  losses {self.losses}\n  head {self.head}, guest {self.is_guest},"
             f" strided {self.is_strided}, gradients {self.needs_gradient},"
@@ -107,6 +115,7 @@ def draw_case(seed: int) -> FuzzCase:
     random = Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = random.choice(DTYPES)
+    computes_in = torch.bfloat16 if dtype == torch.float32 and random.random() < 0.3 else None
     losses = _draw_losses(random)
     layout = _draw_layout(random)
     vocab_size = random.choice((1, 2, 3, 7, 13, 29, 29, 64, 131, 600))
@@ -117,7 +126,7 @@ def draw_case(seed: int) -> FuzzCase:
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         drawn = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
-        return drawn.to(dtype).double()
+        return drawn.to(computes_in or dtype).double()
 
     spread = random.choice((0.3, 1.0, 1.0, 4.0))
     weight = normal(vocab_size + padding, width, scale=spread / math.sqrt(width))
@@ -130,6 +139,7 @@ def draw_case(seed: int) -> FuzzCase:
     case = FuzzCase(
         seed=seed,
         dtype=dtype,
+        compute_dtype=computes_in,
         layout=layout,
         losses=losses,
         head=head | {"bias": has_bias},

@@ -50,7 +50,7 @@ def check(
     else:
         assert pool is not None
         parts = pool(run_seed, case.layout.world_size, seed)
-    precision = PRECISIONS[case.dtype]
+    precision = PRECISIONS[case.product_dtype]
     try:
         actual, expected = assemble(case, parts), definition(case)
         problems = differences(case, actual, expected)
@@ -68,7 +68,7 @@ def differences(
     case: FuzzCase, actual: Answer, expected: Answer, others: list[Answer] | None = None
 ) -> list[str]:
     """What differs by more than rounding, and than the spread of other answers that are as good."""
-    precision = PRECISIONS[case.dtype]
+    precision = PRECISIONS[case.product_dtype]
     wanted = {name for name, is_needed in zip(
         ("hidden_states", "weight"), case.needs_gradient, strict=True) if is_needed}  # fmt: skip
     if case.bias is not None and case.needs_gradient[1]:
@@ -89,7 +89,7 @@ def differences(
         error = (value - true).abs()
         is_off = ~(error <= bound)
         if name in expected.gradients:  # what the dtype cannot hold may be infinite
-            is_off &= expected.sizes[name] < torch.finfo(case.dtype).max
+            is_off &= expected.sizes[name] < torch.finfo(case.product_dtype).max
         if bool(is_off.any()):
             worst = int(torch.where(is_off, error - bound, -1).nan_to_num(torch.inf).argmax())
             place = f"{error.flatten()[worst]:.3g} where {bound.flatten()[worst]:.3g} is rounding"

@@ -221,7 +221,7 @@ def _call(
         states = [text.teacher_hidden for text in texts]
         local = _states(states, batch, slots, (case, width), device)
         given["teacher"] = case.teacher(local, rows)
-    output = head(hidden, kwargs, return_logprobs=True, **given)
+    output = head(hidden, kwargs, return_logprobs=True, compute_dtype=case.compute_dtype, **given)
     assert output.loss is not None
     (output.loss * case.upstream).backward()
     return output, hidden
