@@ -46,7 +46,7 @@ def definition(case: FuzzCase, perturbation: float = 0.0, seed: int = 0) -> Answ
     Args:
         case: whose losses, gradients and metrics are computed.
         perturbation: relative size of the errors.
-        seed: of the errors; the keep-sets of an odd one are those of fp32 logits.
+        seed: of the errors; the keep-sets of an odd one are those of logits of fewer binary digits.
     """
     hidden = torch.cat([text.hidden for text in case.texts])
     weight = case.weight.clone().requires_grad_()
@@ -61,8 +61,9 @@ def definition(case: FuzzCase, perturbation: float = 0.0, seed: int = 0) -> Answ
         products = products + noise * perturbation * (1 + products.detach().abs().max())
     products.retain_grad()
     columns = _columns(case)
-    # What is equal in fp32 need not be so in float64, and ties belong to a keep-set together.
-    columns["are_sets_rounded"] = seed % 2 == 1
+    # What is equal in fp32, as where the softcap saturates, need not be so in float64, and ties
+    # belong to a keep-set together.
+    columns["digits"] = 18 + seed % 6 if perturbation and seed % 2 else None
     pieces: list[Tensor] = []
     total = products.new_zeros(())
     metrics: dict[str, Tensor] = {}
@@ -216,7 +217,10 @@ def _statistics(
             continue
         options = {name: keep.get(name) for name in ("top_k", "top_p", "min_p")}
         recorded = columns["kept"][t] if keep.get("recorded") else None
-        row = z[t].detach().float() if columns["are_sets_rounded"] else z[t].detach()
+        row = z[t].detach()
+        if columns["digits"] is not None:
+            step = row[row.isfinite()].abs().max() * 2.0 ** -columns["digits"] + 1e-300
+            row = (row / step).round() * step
         entries = reference.kept_entries(row, label, **options, recorded=recorded)
         found.append(torch.stack(reference.kept_statistics(z[t], label, entries)))
     logprobs, entropy, logsumexp = torch.stack(found, 1).unbind()
