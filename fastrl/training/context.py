@@ -77,7 +77,8 @@ def build_context(
         environment = RunEnvironment(config.environment, config.seed, processes, launch=is_run)
         _check_prompts(environment, tokenizer)
     if isinstance(config.model, LlamaConfig):
-        _check_attention(config.model, parallel.compute_dtype or config.dtype, device)
+        compute_dtype = config.parallel.compute_dtype if is_run else None
+        _check_attention(config.model, compute_dtype or config.dtype, device)
     torch.manual_seed(config.seed)
     llama_config = _llama_config(config, tokenizer, folder)
     if with_weights:
@@ -190,7 +191,8 @@ def _check_padding(config: LlamaConfig) -> None:
     assert needed is not None
     if rows is not None and rows < needed:
         raise UserError(
-            f"`model.padded_vocab_size` must be at least the vocabulary size {needed}, got {rows}"
+            "`model`: `padded_vocab_size` must be at least the vocabulary size "
+            f"{needed}, got {rows}"
         )
 
 

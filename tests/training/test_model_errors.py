@@ -13,7 +13,7 @@ from tests.helpers.runs import tiny_context
     [
         (
             ["model.padded_vocab_size=14"],
-            "`model.padded_vocab_size` must be at least the vocabulary size 15, got 14",
+            "`model`: `padded_vocab_size` must be at least the vocabulary size 15, got 14",
         ),
         (
             ["model.attention_implementation=flex", "device=cpu"],
