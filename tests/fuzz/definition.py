@@ -19,6 +19,8 @@ from fastrl.functional.reference.losses import Tokens
 from tests.fuzz.cases import VERSION, FuzzCase
 from tests.fuzz.metrics import metrics_of
 
+FLOATS = ("advantages", "old", "ref", "rollout", "temperature")
+
 
 @dataclass
 class Answer:
@@ -40,17 +42,20 @@ class Answer:
     doubts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def definition(case: FuzzCase, perturbation: float = 0.0, seed: int = 0) -> Answer:
+def definition(
+    case: FuzzCase, perturbation: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Answer:
     """The answer; with a perturbation, for logits that are off by so much of their size.
 
     Args:
         case: whose losses, gradients and metrics are computed.
         perturbation: relative size of the errors.
         seed: of the errors; the keep-sets of an odd one are those of logits of fewer binary digits.
+        dtype: of all numbers, to see what the same formulas lose in fp32.
     """
-    hidden = torch.cat([text.hidden for text in case.texts])
-    weight = case.weight.clone().requires_grad_()
-    bias = None if case.bias is None else case.bias.clone().requires_grad_()
+    hidden = torch.cat([text.hidden for text in case.texts]).to(dtype)
+    weight = case.weight.to(dtype, copy=True).requires_grad_()
+    bias = None if case.bias is None else case.bias.to(dtype, copy=True).requires_grad_()
     hidden.requires_grad_()
     products = hidden @ weight.T
     if bias is not None:
@@ -61,6 +66,8 @@ def definition(case: FuzzCase, perturbation: float = 0.0, seed: int = 0) -> Answ
         products = products + noise * perturbation * (1 + products.detach().abs().max())
     products.retain_grad()
     columns = _columns(case)
+    for name in FLOATS:
+        columns[name] = columns[name].to(dtype)
     # What is equal in fp32, as where the softcap saturates, need not be so in float64, and ties
     # belong to a keep-set together.
     columns["digits"] = 18 + seed % 6 if perturbation and seed % 2 else None
@@ -146,9 +153,8 @@ def _columns(case: FuzzCase) -> dict[str, Any]:
         rows.setdefault("group_index", []).extend([text.group] * length)
         rows.setdefault("model_version", []).extend([text.version] * length)
         rows.setdefault("temperature", []).extend([text.temperature] * length)
-    floats = {"advantages", "old", "ref", "rollout", "temperature"}
     made: dict[str, Any] = {
-        name: torch.tensor(values, dtype=torch.float64 if name in floats else torch.int64)
+        name: torch.tensor(values, dtype=torch.float64 if name in FLOATS else torch.int64)
         for name, values in rows.items()
         if name != "kept"
     }
