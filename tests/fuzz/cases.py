@@ -172,7 +172,7 @@ def _allows_impossible(head: dict[str, Any], losses: dict[str, dict[str, Any]]) 
     means = any(
         loss["type"] == "distillation" or loss.get("label_smoothing") for loss in losses.values()
     )
-    return head["softcap"] is None and head["logit_scale"] > 0 and not means
+    return head["softcap"] is None and not means
 
 
 def _is_of_tokens(case: FuzzCase) -> bool:
@@ -200,7 +200,7 @@ def _draw_head(random: Random, losses: dict[str, dict[str, Any]]) -> dict[str, A
         "chunk_size": random.choice((None, None, 1, 2, 5, 12, 24)),
         "metrics": random.random() < 0.7,
         "softcap": random.choice((None, None, 5.0, 1.5)),
-        "logit_scale": random.choice((1.0, 1.0, 0.3, 1.7, -0.8)),
+        "logit_scale": random.choice((1.0, 1.0, 0.3, 1.7, 0.05)),
     }
     if random.random() < 0.3:
         head["max_logits_bytes"] = random.choice((64, 512, 4096))
