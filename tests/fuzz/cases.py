@@ -258,7 +258,8 @@ def _draw_text(
         prompt, is_label[-1] = min(prompt, length - 1), True
     hidden = normal(length, case.weight.shape[1])
     most = min(6, len(case.possible))
-    kept = [random.sample(case.possible, random.randint(0, most)) for _ in range(length)]
+    # A label has an entry at least.
+    kept = [random.sample(case.possible, random.randint(labelled, most)) for labelled in is_label]
     near = _own_logprobs(case, hidden, tokens, temperature)
     far = random.choice((0.0,) * 8 + (-2.0, 40.0 if case.dtype == torch.float64 else 3.0, -40.0))
     if case.dtype != torch.float64:

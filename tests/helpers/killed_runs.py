@@ -22,8 +22,7 @@ import torch
 from fastrl.cli import main
 from fastrl.environments.pool import Outcomes
 from fastrl.environments.protocol import Problem
-from fastrl.models import checkpoint as model_files
-from fastrl.training import environment, log_files, trainer_state
+from fastrl.training import environment, log_files, tensor_files
 
 KILLED = -int(signal.SIGKILL)
 
@@ -143,8 +142,7 @@ class Killer:
         patch.setattr(log_files, "_write_line", self._line(log_files._write_line))
         patch.setattr(Path, "write_text", self._file(Path.write_text, 0))
         patch.setattr(Path, "write_bytes", self._file(Path.write_bytes, 0))
-        for module in (model_files, trainer_state):
-            patch.setattr(module, "save_file", self._file(module.save_file, 1))
+        patch.setattr(tensor_files, "_write_at", self._tensor(tensor_files._write_at))
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -171,6 +169,15 @@ class Killer:
             if self._is_here():
                 os.ftruncate(file.fileno(), (size + os.fstat(file.fileno()).st_size) // 2)
                 _kill()
+
+        return operation
+
+    def _tensor(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(handle: int, content: Any, place: int) -> None:
+            if self._is_here():
+                function(handle, content[: len(content) // 2], place)
+                _kill()
+            function(handle, content, place)
 
         return operation
 

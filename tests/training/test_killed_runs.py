@@ -35,7 +35,8 @@ class Whole:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     folder = tmp_path_factory.mktemp("whole")
-    arguments = [str(write_tiny(folder)), *FEW_STEPS]
+    # In the background another thread does some of it, at no fixed place.
+    arguments = [str(write_tiny(folder)), *FEW_STEPS, "checkpoint.asynchronous=false"]
     with pytest.MonkeyPatch.context() as patch:
         score_here(patch)
         # In this process, so that its children have what it imported.

@@ -79,7 +79,8 @@ def test_rl15_the_second_signal_ends_the_run_at_once(
 
     run = tmp_path / "run"
     _in_step(monkeypatch, 1, twice)
-    overrides = ["phases.0.steps=2"]
+    # One that is written in the background is whole only when the process ends.
+    overrides = ["phases.0.steps=2", "checkpoint.asynchronous=false"]
     assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *overrides]) == code
     assert capsys.readouterr().err == "fastrl: interrupted\n"
     assert _latest(run) == "supervised-000002\n"

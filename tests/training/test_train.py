@@ -61,7 +61,7 @@ def test_a_run_leaves_its_files_and_nothing_half_written(finished: FinishedRun) 
     run = finished.folder
     names = {path.name for path in run.iterdir()}
     files = {"config.yaml", "metrics.jsonl", "samples.jsonl", "report.png"}
-    assert names == files | {"checkpoints", "tensorboard"}
+    assert names == files | {".lock", "checkpoints", "tensorboard"}
     checkpoints = {path.name for path in (run / "checkpoints").iterdir()}
     assert checkpoints == {"supervised-000012", "rl-000016", "latest"}
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
