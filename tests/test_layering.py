@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "models": _MODELS,
     "training": _TRAINING | {"environments"},
     "estimate": _FOUNDATION | {"functional", "layers", "models"},
-    "cli": _TRAINING | {"environments", "estimate", "training"},
+    "commands": _TRAINING | {"environments", "estimate", "training"},
+    "cli": {"config", "commands", "training"},  # of training, the exit code of Ctrl-C
     "integrations": _TRAINING | {"training"},
     "__main__": {"cli", "training"},  # of which the handler of Ctrl-C, before any torch
     "__init__": _TRAINING | {"environments"},

@@ -1,0 +1,1 @@
+"""The commands of `fastrl`, a file for each group: their arguments, and what each runs."""

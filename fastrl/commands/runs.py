@@ -1,0 +1,75 @@
+"""`fastrl train`, `fastrl eval` and `fastrl sample`."""
+
+import argparse
+from typing import Any
+
+from fastrl.commands.arguments import add_overrides, path, positive, temperature
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands to those of a parser."""
+    run_help = "folder of a run; its latest checkpoint is taken"
+
+    train = commands.add_parser("train", help="train a model as a config says")
+    train.add_argument("config", type=path, metavar="CONFIG", help="YAML file of the run")
+    train.add_argument(
+        "--run-dir", type=path, required=True, metavar="DIR", help="where everything is written"
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the latest checkpoint in DIR; without one, begin",
+    )
+    add_overrides(train, "phases.1.steps=20 or model.hidden_size=96")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="score a run's model on held-out prompts")
+    evaluate.add_argument("run", type=path, metavar="RUN", help=run_help)
+    add_overrides(evaluate, "evaluation.temperature=0 or evaluation.samples_per_prompt=8")
+    evaluate.set_defaults(command=_eval)
+
+    sample = commands.add_parser("sample", help="complete a prompt with a run's model")
+    sample.add_argument("run", type=path, metavar="RUN", help=run_help)
+    sample.add_argument("prompt", metavar="PROMPT", help="text to complete, as the model reads it")
+    sample.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="longest completion; the run's by default"
+    )
+    sample.add_argument(
+        "--temperature",
+        type=temperature,
+        metavar="T",
+        help="temperature of sampling, 0 for the most likely tokens; the run's by default",
+    )
+    sample.add_argument(
+        "--num", type=positive, default=1, metavar="N", help="number of completions (default: 1)"
+    )
+    sample.set_defaults(command=_sample)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from fastrl.config import RunConfig, load_config
+
+    # Before torch is imported, so that a mistake in the config is reported at once.
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+
+    from fastrl.training.run import train
+
+    return train(config, arguments.run_dir, resume=arguments.resume)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from fastrl.training.inspect import evaluate
+
+    return evaluate(arguments.run, arguments.overrides)
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from fastrl.training.inspect import sample
+
+    return sample(
+        arguments.run,
+        arguments.prompt,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        num=arguments.num,
+    )
