@@ -2,8 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+
+
+def with_example(*lines: str) -> dict[str, Any]:
+    """Arguments of a parser that shows examples, a line each, under its options."""
+    text = "".join(f"\n  {line}" for line in lines)
+    return {"epilog": f"example:{text}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def add_overrides(parser: argparse.ArgumentParser, examples: str) -> None:

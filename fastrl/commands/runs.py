@@ -1,9 +1,9 @@
-"""`fastrl train`, `fastrl eval` and `fastrl sample`."""
+"""`fastrl train`, `fastrl eval`, `fastrl sample` and `fastrl export`."""
 
 import argparse
 from typing import Any
 
-from fastrl.commands.arguments import add_overrides, path, positive, temperature
+from fastrl.commands.arguments import add_overrides, path, positive, temperature, with_example
 
 
 def add_commands(commands: Any) -> None:
@@ -45,6 +45,25 @@ def add_commands(commands: Any) -> None:
     )
     sample.set_defaults(command=_sample)
 
+    export = commands.add_parser(
+        "export",
+        help="write a run's model as a plain Hugging Face folder",
+        description="Writes the model of a checkpoint as a folder that transformers and vLLM\n"
+        "load: config.json, safetensors, and the files of its tokenizer.",
+        **with_example("fastrl export runs/grpo models/palindromes --dtype bfloat16"),
+    )
+    export.add_argument("run", type=path, metavar="RUN", help="folder of a run")
+    export.add_argument("folder", type=path, metavar="FOLDER", help="what to write; must not exist")
+    export.add_argument(
+        "--checkpoint", metavar="NAME", help="one of RUN/checkpoints; the latest by default"
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights; as in the checkpoint by default",
+    )
+    export.set_defaults(command=_export)
+
 
 def _train(arguments: argparse.Namespace) -> int:
     from fastrl.config import RunConfig, load_config
@@ -72,4 +91,15 @@ def _sample(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         num=arguments.num,
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from fastrl.training.export import export
+
+    return export(
+        arguments.run,
+        arguments.folder,
+        checkpoint=arguments.checkpoint,
+        dtype=arguments.dtype,
     )

@@ -79,7 +79,7 @@ class NewCheckpoint:
             OSError: it cannot be written.
         """
         write_manifest(self.temporary, self._digest)
-        _sync(self.temporary)
+        sync_folder(self.temporary)
         folder = self.folder.parent
         if self.folder in _own_checkpoints(folder, self._config, self._digest):
             _remove(self.folder, self._say)  # left by a run that resumed before this step
@@ -183,6 +183,26 @@ def _latest_name(folder: Path, config: RunConfig) -> str | None:
     return max(own, key=lambda path: own[path]).name if own else None
 
 
+def named_checkpoint(run_dir: Path, name: str) -> Path:
+    """The folder of a checkpoint of a run, whose files are what its manifest says.
+
+    Args:
+        run_dir: folder of the run, with its config.
+        name: of the checkpoint's folder, such as "rl-000040".
+
+    Raises:
+        UserError: the run has no such checkpoint, or it is damaged or of another config.
+    """
+    config = load_config(RunConfig, run_dir / CONFIG_FILE)
+    folder, digest = run_dir / CHECKPOINTS_FOLDER, config_digest(config)
+    if _step_of(name, config) is None or not (folder / name).is_dir():
+        own = _own_checkpoints(folder, config, digest) if folder.is_dir() else {}
+        known = ", ".join(path.name for path in sorted(own, key=own.__getitem__)) or "none"
+        raise UserError(f"{run_dir}: has no checkpoint {name[:80]!r}; its checkpoints are: {known}")
+    _check(folder / name, digest)
+    return folder / name
+
+
 def _check(checkpoint: Path, digest: str) -> None:
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: must be the folder of a checkpoint, is none")
@@ -235,22 +255,23 @@ def _remove_partial(folder: Path, config: RunConfig, say: Callable[[str], object
 def _write_latest(folder: Path, name: str) -> None:
     latest = folder / f".{LATEST_FILE}.partial"
     latest.write_text(f"{name}\n", encoding="utf-8")
-    _sync_one(latest)
-    _sync_one(folder)  # the checkpoint's name before the one that points to it
+    sync_one(latest)
+    sync_one(folder)  # the checkpoint's name before the one that points to it
     latest.replace(folder / LATEST_FILE)
-    _sync_one(folder)
-    _sync_one(folder.parent)
+    sync_one(folder)
+    sync_one(folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Puts the files of a folder, and then the folders, on the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync_one(Path(parent) / name)
-        _sync_one(Path(parent))
+            sync_one(Path(parent) / name)
+        sync_one(Path(parent))
 
 
-def _sync_one(path: Path) -> None:
+def sync_one(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

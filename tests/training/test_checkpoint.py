@@ -83,7 +83,7 @@ def test_a_checkpoint_is_json_and_safetensors_on_the_disk(
     files = {path.suffix for path in made.checkpoints.rglob("*") if path.is_file()}
     assert files == {".json", ".safetensors", ""}  # without a suffix: `latest`
     before: list[str] = []
-    sync, rename = checkpoints._sync_one, Path.rename
+    sync, rename = checkpoints.sync_one, Path.rename
 
     def synced(path: Path) -> None:
         before.append(path.name)
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_json_and_safetensors_on_the_disk(
             assert names <= set(before)
         return rename(path, target)
 
-    monkeypatch.setattr(checkpoints, "_sync_one", synced)
+    monkeypatch.setattr(checkpoints, "sync_one", synced)
     monkeypatch.setattr(Path, "rename", renamed)
     run.go_on_from("rl-000004")
     assert run.resume() == 0
