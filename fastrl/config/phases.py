@@ -114,7 +114,8 @@ class FileRolloutsConfig(Config):
     """Names the source."""
 
     paths: tuple[PathText, ...] = Field(min_length=1)
-    """JSONL and Parquet files, relative to the current folder. All are read when the run begins."""
+    """JSONL (also `.jsonl.gz`) and Parquet files, relative to the current folder; folders of such
+    files; patterns such as `rollouts/step-*.jsonl.gz`. All are read when the run begins."""
 
     documents_per_step: int = Field(default=128, gt=0, le=10**7)
     """Documents of a step. Groups stay whole, so a step takes groups until it has at least so many.

@@ -1,23 +1,28 @@
-"""Rollout files, JSONL and Parquet: read as a stream, written whole or not at all.
+"""Rollout files, JSONL (also gzipped) and Parquet: read as a stream, written whole or not at all.
 
 The columns are listed in docs/data.md; how a record becomes a document is in `rollout_records.py`.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fastrl.config.base import UserError
 from fastrl.data.columns import ALIASES, DOCUMENT_COLUMNS, REQUIRABLE
 from fastrl.data.documents import Document, DocumentError, Integers
 from fastrl.data.prompt_groups import GroupId
 from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, record_of
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+"""Of the names of rollout files."""
 
 _ROWS_AT_A_TIME = 512
 
@@ -39,7 +44,7 @@ def read_rollouts(
     advantage is that of their reward in their group must have the prompt of their group.
 
     Args:
-        path: `.jsonl` or `.parquet` (needs pyarrow).
+        path: `.jsonl`, `.jsonl.gz` or `.parquet` (needs pyarrow).
         require: fields that every record must have, out of "logprobs", "ref_logprobs",
             "rollout_logprobs", "advantage", "model_version". "advantage" is also met by a
             `group_id` with a `reward`, null for unscored: see `advantages.with_group_advantages`.
@@ -53,12 +58,39 @@ def read_rollouts(
     """
     path = Path(path)
     reader = RecordReader(require, ignore, reward_columns or {})
-    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
-    if read is None:
-        raise RolloutFileError(f"{path}: must end in .jsonl or .parquet")
+    return _documents(path, reader, read_records(path, reader.columns_to_read))
+
+
+def read_records(
+    path: Path, columns_to_read: Callable[[Collection[str]], list[str]] = list
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a JSONL or Parquet file one by one, each with its line or row.
+
+    Args:
+        path: its name ends in one of `SUFFIXES`.
+        columns_to_read: those of a Parquet file's that are wanted; default: all.
+
+    Raises:
+        RolloutFileError: there is no such file, or it is no such file.
+    """
+    suffix = rollout_suffix(path)
     if not path.is_file():
         raise RolloutFileError(f"{path}: no such file")
-    return _documents(path, reader, read(path, reader))
+    if suffix == ".parquet":
+        return _read_parquet(path, columns_to_read)
+    return _read_jsonl(path)
+
+
+def rollout_suffix(path: Path) -> str:
+    """The one of `SUFFIXES` that a file's name ends in.
+
+    Raises:
+        RolloutFileError: none.
+    """
+    for suffix in SUFFIXES:
+        if path.name.endswith(suffix):
+            return suffix
+    raise RolloutFileError(f"{path}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
 def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
@@ -68,7 +100,7 @@ def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
     was there before stays.
 
     Args:
-        path: `.jsonl` or `.parquet` (needs pyarrow, and `group_id` of one type).
+        path: `.jsonl`, `.jsonl.gz` or `.parquet` (needs pyarrow, and `group_id` of one type).
         documents: any iterable; only a part is in memory at a time.
 
     Raises:
@@ -76,9 +108,9 @@ def write_rollouts(path: str | Path, documents: Iterable[Document]) -> int:
             that is not finite.
     """
     path = Path(path)
-    write = {".jsonl": _write_jsonl, ".parquet": _write_parquet}.get(path.suffix)
-    if write is None:
-        raise RolloutFileError(f"{path}: must end in .jsonl or .parquet")
+    write = {".jsonl": _write_jsonl, ".jsonl.gz": _write_gzip, ".parquet": _write_parquet}[
+        rollout_suffix(path)
+    ]
     records = (record_of(number, document) for number, document in enumerate(documents))
     with _replaced_when_done(path) as temporary:
         return write(temporary, records)
@@ -141,10 +173,16 @@ def _documents(
         yield document
 
 
-def _read_jsonl(path: Path, reader: RecordReader) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            yield f"line {number}", _parsed(f"{path}, line {number}", line)
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    is_packed = rollout_suffix(path) == ".jsonl.gz"
+    number = 0
+    try:
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield f"line {number}", _parsed(f"{path}, line {number}", line)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        where = f"{path}, after line {number}"
+        raise RolloutFileError(f"{where}: must be a whole gzip file: {error}") from None
 
 
 def _parsed(where: str, line: bytes) -> dict[str, Any]:
@@ -173,11 +211,13 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _read_parquet(path: Path, reader: RecordReader) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(
+    path: Path, columns_to_read: Callable[[Collection[str]], list[str]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
-            columns = reader.columns_to_read(file.schema_arrow.names)
+            columns = columns_to_read(file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
                 for record in batch.to_pylist():
@@ -190,11 +230,21 @@ def _read_parquet(path: Path, reader: RecordReader) -> Iterator[tuple[str, dict[
 
 
 def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    with path.open("wb") as file:
+        return _write_lines(file, records)
+
+
+def _write_gzip(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    # Neither name nor time, so that the same documents give the same file.
+    with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+        return _write_lines(packed, records)
+
+
+def _write_lines(file: IO[bytes] | gzip.GzipFile, records: Iterator[dict[str, Any]]) -> int:
     count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            count += 1
+    for record in records:
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        count += 1
     return count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fastrl.config.base import UserError
 from fastrl.data.advantages import with_group_advantages
 from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document, DocumentError
+from fastrl.data.rollout_paths import rollout_files
 from fastrl.data.rollouts import RolloutFileError, read_rollouts, write_rollouts
 
 _RECORD: dict[str, Any] = {
@@ -69,7 +71,7 @@ def _refused(path: Path, **options: Any) -> str:
     return message.removeprefix(str(path))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 def test_written_documents_come_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rollouts{suffix}"
     assert write_rollouts(path, iter(_DOCUMENTS)) == len(_DOCUMENTS)
@@ -381,10 +383,10 @@ def test_known_text_columns_are_skipped(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none_are_refused_at_once(tmp_path: Path) -> None:
-    for name, message in (("a.jsonl", "no such file"), ("a.csv", "must end in .jsonl or")):
+    for name, message in (("a.jsonl", "no such file"), ("a.csv", "must end in .jsonl, ")):
         with pytest.raises(UserError, match=message):
             read_rollouts(tmp_path / name)
-    with pytest.raises(UserError, match=r"must end in \.jsonl or \.parquet"):
+    with pytest.raises(UserError, match=r"must end in \.jsonl, \.jsonl\.gz or \.parquet"):
         write_rollouts(tmp_path / "a.csv", [])
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"not parquet")
@@ -419,3 +421,34 @@ def test_without_pyarrow_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'fastrl\[examples\]'"):
         list(read_rollouts(path))
+
+
+def test_a_packed_file_is_reproducible_and_its_damage_has_a_place(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"
+    for file in (path, other):
+        write_rollouts(file, _DOCUMENTS)
+    assert path.read_bytes() == other.read_bytes()
+    path.write_bytes(path.read_bytes()[:-12])
+    assert re.search(r", after line \d: must be a whole gzip file: ", _refused(path))
+    path.write_bytes(b'{"tokens": [1]}')
+    assert _refused(path).startswith(", after line 0: must be a whole gzip file: ")
+
+
+def test_folders_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
+    names = ["b/2.jsonl.gz", "b/10.jsonl", "b/.hidden.jsonl", "b/notes.txt", "b/c/3.jsonl"]
+    for name in [*names, "[a].jsonl", "a.jsonl"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def files(*paths: str) -> list[str]:
+        found = rollout_files([str(tmp_path / path) for path in paths])
+        return [str(Path(file).relative_to(tmp_path)) for file in found]
+
+    assert files("b") == ["b/10.jsonl", "b/2.jsonl.gz"]
+    assert files("a.jsonl", "b/*.gz", "none.jsonl") == ["a.jsonl", "b/2.jsonl.gz", "none.jsonl"]
+    assert files("b/**/*.jsonl") == ["b/10.jsonl", "b/c/3.jsonl"]
+    assert files("[a].jsonl") == ["[a].jsonl"]
+    with pytest.raises(UserError, match="no rollout files there"):
+        files("b/*.csv")
+    with pytest.raises(UserError, match="must be meant by one path, but is by "):
+        files("b", "b/2*")

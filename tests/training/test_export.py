@@ -27,9 +27,8 @@ def _continued(folder: Path, prompt: str, max_tokens: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
-    return prompt + tokenizer.decode(
-        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    completion = output[0, inputs["input_ids"].shape[1] :]
+    return prompt + str(tokenizer.decode(completion, skip_special_tokens=True))
 
 
 def _sampled(run: Path, prompt: str, capsys: pytest.CaptureFixture[str], max_tokens: int) -> str:

@@ -461,3 +461,20 @@ def test_old_checkpoints_that_cannot_be_removed_are_a_message(
     torch.testing.assert_close(
         final_weights(run.folder), final_weights(whole.folder), rtol=0, atol=0
     )
+
+
+def test_j24_another_file_of_a_pattern_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("files.yaml").write_text(FILES.replace("[one.jsonl]", '["o*.jsonl"]'), encoding="utf-8")
+    _write_groups(Path("one.jsonl"), 5)
+    _write_groups(Path("two.jsonl"), 3, first=5)
+    command = ["train", "files.yaml", "--run-dir", "run"]
+    assert main(command) == 0
+    _go_on_from("first-000002")
+    _write_groups(Path("other.jsonl"), 1)
+    assert main([*command, "--resume"]) == 2
+    assert "o*.jsonl: the rollout file must be as it was when the run" in capsys.readouterr().err
+    Path("other.jsonl").unlink()
+    assert main([*command, "--resume"]) == 0

@@ -7,11 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from fastrl import TokenBatch
 from fastrl.config import UserError
+from fastrl.config.phases import FileRolloutsConfig
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
+from fastrl.training.file_rollouts import RolloutFiles
 from fastrl.training.phases import Phase
 from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import Rollouts, split_groups
@@ -329,5 +334,36 @@ def test_a_document_of_a_mask_without_labels_is_left_out(
         f"phases.1.advantage.zero_variance={zero_variance}",
     )
     (step,) = _steps(phase, 1)
-    assert [document.loss_mask for document in step.documents] == [[0, 0, 1]]
+    assert [np.asarray(doc.loss_mask).tolist() for doc in step.documents] == [[0, 0, 1]]
     assert step.metrics["active_groups"] == pytest.approx(1 / 3)
+
+
+def test_documents_of_files_are_held_as_arrays_of_the_same_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    documents = [replace(doc, logprobs=[-0.1, -0.7]) for doc in _documents(1)]
+    values = {"logprobs": [-0.1] * 5, "advantage": [0.1] * 5, "ref_logprobs": [-0.3] * 5}
+    documents.append(Document([5, 4, 3, 2, 1], loss_mask=[0, 1, 0, 1, 1], **values))
+    write_rollouts(path, documents)
+    held = RolloutFiles(9).documents(str(path), ("logprobs",), FileRolloutsConfig(paths=("a",)))
+    for one, given in zip(held, documents, strict=True):
+        assert isinstance(one.tokens, np.ndarray)
+        assert isinstance(one.logprobs, np.ndarray)
+        got, expected = (TokenBatch.from_documents([doc]) for doc in (one, given))
+        assert torch.equal(got.tokens, expected.tokens)
+        assert torch.equal(got.labels, expected.labels)
+        for name, column in expected.columns.items():
+            assert got.columns[name].dtype == torch.float32
+            assert torch.equal(got.columns[name], column)
+
+
+def test_a_pattern_of_a_run_stands_for_its_files(tmp_path: Path) -> None:
+    for number, document in enumerate(_documents(2)):
+        write_rollouts(tmp_path / f"{number}.jsonl.gz", [document])
+    pattern = json.dumps({"type": "files", "paths": [str(tmp_path / "*.gz")]})
+    config, context = tiny_context(
+        "environment.heldout_prompts=1",
+        f"phases.1.rollouts={pattern}",
+        "phases.1.rollouts.documents_per_step=6",
+    )
+    (step,) = _steps(begin_phase(config, 1, context), 1)
+    assert len(step.documents) == 6
