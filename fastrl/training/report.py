@@ -1,4 +1,8 @@
-"""report.png: reward, loss or KL, entropy and clip fraction over the steps of a run."""
+"""report.png: the metrics of a run over its steps.
+
+Reward, loss or KL, entropy and clip fraction; where a run has them gradient norm, KL to the
+reference, completion length and the share of truncated completions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,15 @@ from fastrl.training.log_files import iter_metrics
 REPORT_FILE = "report.png"
 
 # What is shown of each loss.
-_METRICS = ("loss", KL, "entropy", "clip_fraction")
+_METRICS = ("loss", KL, "entropy", "clip_fraction", "kl_ref")
+
+# What is shown of a step as a whole: the panel, and the name of the curve in it.
+_OF_A_STEP = {
+    "grad_norm": ("gradient norm", "before clipping"),
+    "completion_length": ("completion length (tokens)", "training"),
+    "finished": ("share of truncated completions", "training"),
+    "heldout/finished": ("share of truncated completions", "held out"),
+}
 
 
 def write_report(run_dir: Path, config: RunConfig, *, title: str) -> Path:
@@ -45,8 +57,10 @@ def report_figure(records: Iterable[Mapping[str, Any]], config: RunConfig) -> An
     curves = _Curves(config)
     for record in records:
         curves.add(record)
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
+    panels = curves.panels()
+    rows = 2 + -(-len(panels) // 2)
+    figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2, sharex=True)
     _draw(axes[0, 0], "reward", curves.rewards())
     if curves.heldout:
         axes[0, 0].plot(*curves.heldout.points, "o-", color="black", label="held out")
@@ -54,9 +68,15 @@ def report_figure(records: Iterable[Mapping[str, Any]], config: RunConfig) -> An
     _draw_losses(axes[0, 1], curves)
     _draw(axes[1, 0], "entropy (nats a token)", curves.of("entropy"))
     _draw(axes[1, 1], "clip fraction", curves.of("clip_fraction"))
-    for axis in axes[1]:
+    shown = list(axes.flat)
+    if len(panels) % 2:
+        shown.pop().remove()
+        axes[-2, 1].tick_params(labelbottom=True)
+    for axis, (title, known) in zip(shown[4:], panels.items(), strict=True):
+        _draw(axis, title, known)
+    for axis in shown[-2:]:
         axis.set_xlabel("step")
-    for axis in axes.flat:
+    for axis in shown:
         for end in curves.phase_ends:
             axis.axvline(end, color="grey", linewidth=0.8, linestyle=":")
     for axis in figure.axes:  # the right-hand ones too
@@ -91,6 +111,7 @@ class _Curves:
         self.heldout = _Curve()
         self.phase_ends: list[float] = []
         self._rewards = {"of the files": _Curve(), "training": _Curve()}
+        self._of_steps: dict[str, dict[str, _Curve]] = {}
         self._by_metric: dict[str, dict[str, _Curve]] = {name: {} for name in _METRICS}
         self._last: tuple[int, str] | None = None
         self._on_files = {
@@ -110,6 +131,10 @@ class _Curves:
             self._rewards[source].add(step, record["reward"])
         if "heldout/reward" in record:
             self.heldout.add(step, record["heldout/reward"])
+        for key, (title, name) in _OF_A_STEP.items():
+            if key in record:
+                value = 1 - record[key] if key.endswith("finished") else record[key]
+                self._of_steps.setdefault(title, {}).setdefault(name, _Curve()).add(step, value)
         for key, value in record.items():
             name, _, metric = key.rpartition("/")
             # That of a policy, which has a KL, is not shown.
@@ -122,6 +147,11 @@ class _Curves:
     def rewards(self) -> dict[str, _Curve]:
         """Of the documents that were trained on, by where they come from."""
         return {name: curve for name, curve in self._rewards.items() if curve}
+
+    def panels(self) -> dict[str, dict[str, _Curve]]:
+        """What only some runs have, by the title of its panel."""
+        panels = {**self._of_steps, "KL(new, reference) (nats a token)": self.of("kl_ref")}
+        return {title: curves for title, curves in sorted(panels.items()) if curves}
 
     def of(self, metric: str) -> dict[str, _Curve]:
         """Of a metric, by the name of the loss."""

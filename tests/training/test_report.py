@@ -99,3 +99,32 @@ def test_the_records_of_a_long_run_are_not_kept() -> None:
 
     reward = report_figure(records(), _on_files()).axes[0]
     assert len(reward.lines[0].get_xdata()) == 100
+
+
+def test_a_report_shows_what_a_sampled_run_knows_beside() -> None:
+    heldout = {"step": 0, "phase": "rl", "heldout/reward": 0.1, "heldout/finished": 0.25}
+    more = {"grad_norm": 2.0, "completion_length": 7.0, "finished": 0.875, "policy/kl_ref": 0.01}
+    records = [heldout, *(_step(step, "rl", reward=0.5, **more) for step in (1, 2))]
+    figure = report_figure(records, tiny())
+    panels = {axis.get_title(): axis for axis in figure.axes}
+    lines = {
+        title: {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+        for title, axis in list(panels.items())[4:]
+    }
+    assert lines == {
+        "gradient norm": {"before clipping": [2.0, 2.0]},
+        "KL(new, reference) (nats a token)": {"policy": [0.01, 0.01]},
+        "completion length (tokens)": {"training": [7.0, 7.0]},
+        "share of truncated completions": {"training": [0.125, 0.125], "held out": [0.75]},
+    }
+    without = [
+        {name: value for name, value in record.items() if "kl_ref" not in name}
+        for record in records
+    ]
+    figure = report_figure(without, tiny())
+    assert len(figure.axes) == 7
+    figure.canvas.draw()
+    assert [axis.get_title() for axis in figure.axes if axis.get_xlabel() == "step"] == [
+        "gradient norm",
+        "share of truncated completions",
+    ]

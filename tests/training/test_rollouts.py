@@ -341,7 +341,11 @@ def test_a_document_of_a_mask_without_labels_is_left_out(
 def test_documents_of_files_are_held_as_arrays_of_the_same_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     documents = [replace(doc, logprobs=[-0.1, -0.7]) for doc in _documents(1)]
-    values = {"logprobs": [-0.1] * 5, "advantage": [0.1] * 5, "ref_logprobs": [-0.3] * 5}
+    values: dict[str, Any] = {
+        "logprobs": [-0.1] * 5,
+        "advantage": [0.1] * 5,
+        "ref_logprobs": [-0.3] * 5,
+    }
     documents.append(Document([5, 4, 3, 2, 1], loss_mask=[0, 1, 0, 1, 1], **values))
     write_rollouts(path, documents)
     held = RolloutFiles(9).documents(str(path), ("logprobs",), FileRolloutsConfig(paths=("a",)))
