@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from pathlib import Path
 
-from fastrl.commands import configs, rollouts, runs
+from fastrl.commands import configs, rollouts, runs, start
 from fastrl.config.base import UserError
 from fastrl.training.interrupt import INTERRUPTED, exit_code
 
@@ -87,6 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (runs, configs, rollouts):
+    for group in (start, runs, configs, rollouts):
         group.add_commands(commands)
     return parser

@@ -1,0 +1,90 @@
+"""`fastrl init` and `fastrl doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastrl.cli import main
+from fastrl.config import RunConfig, load_config
+from fastrl.training import doctor
+from tests.helpers.pretrained import write_pretrained
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_pretrained(tmp_path / "model")
+
+
+def test_the_config_trains_as_it_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "sums.yaml"
+    assert main(["init", str(model), str(file), "--task", "chain_sum"]) == 0
+    run = f"runs/{file.stem}"
+    assert capsys.readouterr().out == f"{file}: go on with: fastrl train {file} --run-dir {run}\n"
+    text = file.read_text(encoding="utf-8")
+    assert "14,384 parameters, with a context of 2,048 tokens" in text
+    assert "ends at token 1 or 2," in text
+    assert "has a chat template, which is not applied" in text
+    assert '#     "State the final answer to the following arithmetic problem: ' in text
+    config = load_config(RunConfig, file)
+    assert (config.sampler.max_new_tokens, config.phases[0].max_tokens_per_micro_batch) == (
+        256,
+        8192,
+    )
+    overrides = [
+        *("phases.0.steps=1", "environment.heldout_prompts=2", "environment.train_prompts=8"),
+        *("sampler.max_new_tokens=4", "logging.report=false", "logging.tensorboard=false"),
+        "phases.0.rollouts={type: sampler, prompts_per_step: 2, group_size: 2}",
+    ]
+    assert main(["train", str(file), "--run-dir", str(tmp_path / "run"), *overrides]) == 0
+
+
+def test_a_task_of_ones_own(model: Path, tmp_path: Path) -> None:
+    task = "examples/my_task.py:Reversal"
+    (model / "chat_template.jinja").unlink()
+    assert main(["init", str(model), str(tmp_path / "run.yaml"), "--task", task]) == 0
+    text = (tmp_path / "run.yaml").read_text(encoding="utf-8")
+    assert f'environment:\n  type: python\n  path: "{task}"\n  train_prompts: ' in text
+    assert "chat template" not in text
+
+
+def test_what_no_config_fits_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def message(*arguments: str) -> str:
+        assert main(["init", *arguments]) == 2
+        return capsys.readouterr().err
+
+    file = tmp_path / "run.yaml"
+    assert "`environment.task`: reasoning-gym has no task `chain_sun`; did you mean" in message(
+        str(model), str(file), "--task", "chain_sun"
+    )
+    assert "cannot be read: No such file" in message(str(tmp_path / "none"), str(file))
+    assert not file.exists()
+    file.touch()
+    assert "exists already" in message(str(model), str(file))
+
+
+def test_the_doctor_names_what_is_there_and_what_a_missing_piece_costs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = doctor.version
+
+    def version(package: str) -> str:
+        if package == "pyarrow":
+            raise doctor.PackageNotFoundError(package)
+        return find(package)
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fastrl ")
+    assert f"  yes tokenizers {find('tokenizers')}" in lines
+    missing = lines.index("  no  pyarrow missing")
+    assert lines[missing + 1] == "      no Parquet files; .jsonl and .jsonl.gz serve"
+    for number, line in enumerate(lines):
+        if line.startswith("  no "):
+            assert lines[number + 1].startswith("      ")
