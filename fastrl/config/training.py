@@ -58,6 +58,23 @@ class LoggingConfig(Config):
     report: bool = True
     """Whether report.png is drawn at the end (needs the matplotlib package)."""
 
+    wandb: bool = False
+    """Whether the metrics also go to Weights & Biases (needs the wandb package and its login)."""
+
+    trackio: bool = False
+    """Whether the metrics also go to trackio (needs the trackio package)."""
+
+    project: str = "fastrl"
+    """The project that `wandb` and `trackio` put the run into, under the name of its folder."""
+
+    @model_validator(mode="after")
+    def _check_project(self) -> Self:
+        if self.project != "fastrl" and not (self.wandb or self.trackio):
+            raise ValueError(
+                "`project` has no effect without `wandb: true` or `trackio: true`; leave it out"
+            )
+        return self
+
 
 class CheckpointConfig(Config):
     """Checkpoints; one is always written at the end of the run."""

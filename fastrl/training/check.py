@@ -35,11 +35,15 @@ def check_run(config: RunConfig) -> None:
 
 def check_packages(config: LoggingConfig) -> None:
     """Refuses outputs whose packages are not installed."""
-    wanted = {"tensorboard": config.tensorboard, "matplotlib": config.report}
-    options = {"tensorboard": "logging.tensorboard", "matplotlib": "logging.report"}
-    for package, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(package) is None:
+    packages = {
+        "tensorboard": ("tensorboard", "'fastrl[examples]'"),
+        "report": ("matplotlib", "'fastrl[examples]'"),
+        "wandb": ("wandb", "wandb"),
+        "trackio": ("trackio", "trackio"),
+    }
+    for option, (package, installed_by) in packages.items():
+        if getattr(config, option) and importlib.util.find_spec(package) is None:
             raise UserError(
-                f"`{options[package]}` needs the {package} package; install it with: "
-                f"pip install 'fastrl[examples]', or set it to false"
+                f"`logging.{option}` needs the {package} package; install it with: "
+                f"pip install {installed_by}, or set it to false"
             )

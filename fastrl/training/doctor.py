@@ -21,6 +21,8 @@ _PACKAGES = {
     "pyarrow": "no Parquet files; .jsonl and .jsonl.gz serve",
     "tensorboard": "`logging.tensorboard` must be false; metrics.jsonl has the same numbers",
     "matplotlib": "`logging.report` must be false: no report.png",
+    "wandb": "`logging.wandb` must be false",
+    "trackio": "`logging.trackio` must be false",
     "transformers": "no `attach_head` for models of transformers",
     "trl": "no head under TRL's trainers",
 }

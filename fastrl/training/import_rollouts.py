@@ -17,6 +17,12 @@ from fastrl.data.rollouts import read_records, write_rollouts
 from fastrl.training.display import print_line
 from fastrl.training.tokenizer import build_tokenizer
 
+_TEXT_LACKS = (
+    "the source is text: tokens are this tokenizer's, without the special tokens and the end token "
+    "that the source leaves out, and there are no log-probabilities"
+)
+_ANSWERS_LACK = "the source has no rewards: `reward` is null, to be filled in"
+
 
 def import_rollouts(
     kind: str,
@@ -44,56 +50,47 @@ def import_rollouts(
             cannot be read. Nothing has been written then.
     """
     is_text = kind != "openai"
-    _check_options(
+    if is_text and tokenizer is None:
+        raise UserError(f"--tokenizer is required with --from {kind}, which holds text")
+    _refuse_without_effect(
         kind,
-        {"--tokenizer": tokenizer},
         {
-            "--tokenizer": is_text or tokenizer is None,
-            "--reward": kind == "trl" or reward is None,
-            "--temperature": not is_text or temperature is None,
-            "--processed-logprobs": not is_text or not processed_logprobs,
+            "--tokenizer": not is_text and tokenizer is not None,
+            "--reward": kind != "trl" and reward is not None,
+            "--temperature": is_text and temperature is not None,
+            "--processed-logprobs": is_text and processed_logprobs,
         },
     )
     if file.exists():
         raise UserError(f"{file}: exists already; import to a new file")
     failed: list[str] = []
-    records = _records(source)
-    if is_text:
-        assert tokenizer is not None
-        encode = build_tokenizer(PretrainedTokenizerConfig(), tokenizer).encode
-        documents = (
-            verl_documents(records, encode)
-            if kind == "verl"
-            else trl_documents(records, encode, reward)
-        )
+    if tokenizer is not None:
+        documents = _of_text(kind, source, tokenizer, reward)
     else:
         temperature = 1.0 if temperature is None else temperature
         taken_at = _logprobs_temperature(temperature, processed_logprobs)
-        documents = openai_documents(records, temperature, taken_at, failed)
+        documents = openai_documents(_records(source), temperature, taken_at, failed)
     groups: set[object] = set()
     number = write_rollouts(file, _noted(documents, groups))
     console = Console()
     print_line(console, f"{file}: {number:,} documents in {len(groups):,} groups")
     if failed:
         print_line(console, f"left out: {len(failed):,} requests without an answer ({failed[0]})")
-    if is_text:
-        print_line(
-            console,
-            "the source is text: tokens are this tokenizer's, without the special tokens and the "
-            "end token that the source leaves out, and there are no log-probabilities",
-        )
-    else:
-        print_line(console, "the source has no rewards: `reward` is null, to be filled in")
+    print_line(console, _TEXT_LACKS if is_text else _ANSWERS_LACK)
     return 0
 
 
-def _check_options(kind: str, needed: dict[str, Any], fits: dict[str, bool]) -> None:
-    if kind != "openai":
-        for name, value in needed.items():
-            if value is None:
-                raise UserError(f"{name} is required with --from {kind}, which holds text")
-    for name, is_fit in fits.items():
-        if not is_fit:
+def _of_text(kind: str, source: str, tokenizer: Path, reward: str | None) -> Iterator[Document]:
+    encode = build_tokenizer(PretrainedTokenizerConfig(), tokenizer).encode
+    records = _records(source)
+    if kind == "verl":
+        return verl_documents(records, encode)
+    return trl_documents(records, encode, reward)
+
+
+def _refuse_without_effect(kind: str, given: dict[str, bool]) -> None:
+    for name, has_no_effect in given.items():
+        if has_no_effect:
             raise UserError(f"{name} has no effect with --from {kind}; leave it out")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from fastrl.training.rollouts import Sample
 from fastrl.training.run_folder import check_in_place
+from fastrl.training.trackers import Tracker, close_trackers, tag
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -45,9 +46,18 @@ class MetricsWriter:
         first_step: steps done before, if the folder has the records of them and of nothing else;
             TensorBoard discards the events from that step on, and gets those of the records. None
             for a new folder.
+        trackers: that get the same metrics.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool, first_step: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        first_step: int | None = None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        self._trackers = trackers
         self._events = None
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -69,6 +79,8 @@ class MetricsWriter:
         """
         _write_line(self._metrics, {"step": step, "phase": phase, **values})
         self._add_events(step, phase, values)
+        for tracker in self._trackers:
+            tracker.log(step, phase, values)
 
     def log_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
         for sample in samples:
@@ -88,8 +100,7 @@ class MetricsWriter:
     def _add_events(self, step: int, phase: str, values: Mapping[str, float]) -> None:
         if self._events is not None:
             for name, value in values.items():
-                tag = name if name.startswith("heldout/") else f"{phase}/{name}"
-                self._events.add_scalar(tag, value, step)
+                self._events.add_scalar(tag(phase, name), value, step)
 
     def _repeat_events(self, step: int) -> None:
         """Writes the events of a step again, as those of one phase cannot be discarded alone."""
@@ -100,6 +111,7 @@ class MetricsWriter:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        close_trackers(self._trackers)
         if self._events is not None:
             self._events.close()
 

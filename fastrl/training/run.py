@@ -29,6 +29,7 @@ from fastrl.training.rollout_sources import build_sources
 from fastrl.training.rollouts import RolloutSource
 from fastrl.training.run_folder import RunFolder
 from fastrl.training.saving import CheckpointSaver
+from fastrl.training.trackers import Tracker, open_trackers
 from fastrl.training.trainer_state import TrainerState, is_format_1
 
 _CANNOT_WRITE = 255
@@ -74,9 +75,7 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     if context.environment is not None:
         context.environment.start()
     with _open_folder(config, run_dir, processes, start, resume=resume) as folder:
-        writer: MetricsWriter | NoWriter = NoWriter()
-        if is_main:
-            writer = _open_writer(config, run_dir, state, start, console)
+        writer = _open_writer(config, run_dir, state, start, processes, console)
         display = open_display(console)
         trainer = Trainer(config, folder, context, phase, sources, state, writer, display, started)
         with StopRequest(lambda: display.message("stopping after this step ...")) as stop:
@@ -113,9 +112,18 @@ def _open_folder(
 
 
 def _open_writer(
-    config: RunConfig, run_dir: Path, state: TrainerState, start: Start, console: Console
-) -> MetricsWriter:
+    config: RunConfig,
+    run_dir: Path,
+    state: TrainerState,
+    start: Start,
+    processes: Processes,
+    console: Console,
+) -> MetricsWriter | NoWriter:
     """The log files of a run, without the records after the state that it goes on from."""
+    trackers: list[Tracker] = []
+    processes.from_main(lambda: trackers.extend(open_trackers(config, run_dir)))
+    if not processes.is_main:
+        return NoWriter()
     save_config(config, run_dir / CONFIG_FILE)
     is_new = start.checkpoint is None and not start.begins_again
     if start.begins_again:
@@ -132,6 +140,7 @@ def _open_writer(
         run_dir,
         tensorboard=config.logging.tensorboard,
         first_step=None if is_new else state.step,
+        trackers=trackers,
     )
 
 

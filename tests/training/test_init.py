@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
-from fastrl.training import doctor
 from tests.helpers.pretrained import write_pretrained
 
 
@@ -71,18 +71,16 @@ def test_what_no_config_fits_is_refused(
 def test_the_doctor_names_what_is_there_and_what_a_missing_piece_costs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = doctor.version
-
     def version(package: str) -> str:
         if package == "pyarrow":
-            raise doctor.PackageNotFoundError(package)
-        return find(package)
+            raise metadata.PackageNotFoundError(package)
+        return metadata.version(package)
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr("fastrl.training.doctor.version", version)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fastrl ")
-    assert f"  yes tokenizers {find('tokenizers')}" in lines
+    assert f"  yes tokenizers {metadata.version('tokenizers')}" in lines
     missing = lines.index("  no  pyarrow missing")
     assert lines[missing + 1] == "      no Parquet files; .jsonl and .jsonl.gz serve"
     for number, line in enumerate(lines):
