@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -48,14 +49,14 @@ _EXPECTED = {
     "integers": "a list of integers",
     "booleans": "a list of booleans, or of 0 and 1",
     "numbers": "a list of numbers",
-    "logprobs": "a list of numbers",
+    "logprobs": "a list of numbers, null at tokens that are not learned",
     "lists": "a list of lists of integers",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
     "booleans": {bool, int},
     "numbers": {int, float},
-    "logprobs": {int, float},
+    "logprobs": {int, float, type(None)},
 }
 
 
@@ -120,6 +121,9 @@ class RecordReader:
             column = FILE_COLUMNS.get(name)
             _check_kind(name, value, ["number"] if column is None else column.kinds)
         columns = _columns_of_fields(values)
+        with_null = {columns[name] for name in LOGPROBS if None in values.get(columns[name], ())}
+        for name in with_null:
+            values[name] = [nan if value is None else value for value in values[name]]
         if self.reward_columns:
             values["reward"] = self._combined_reward(values)
         self._check_required(values, columns, has_reward="reward" in present)
@@ -127,7 +131,10 @@ class RecordReader:
         try:
             numbers = check_document(0, document)
         except DocumentError as error:
-            raise FieldError(columns[error.field], error.problem) from None
+            source, problem = columns[error.field], error.problem
+            if source in with_null:
+                problem = problem.replace("got nan", "got null")
+            raise FieldError(source, problem) from None
         _check_ranges(document.temperature, numbers, columns)
         return document
 

@@ -195,8 +195,8 @@ def test_a3_a_mask_longer_than_the_tokens_is_refused(tmp_path: Path) -> None:
         ('{"tokens": [1, 2.0]}', "`tokens` must be a list of integers, got 2.0 at position 1"),
         ('{"tokens": [1, true]}', "`tokens` must be a list of integers, got True at position 1"),
         ('{"tokens": 1}', "`tokens` must be a list of integers, got 1"),
-        ('{"logprobs": [-1, NaN]}', "must be a list of numbers, got nan (not JSON) at position 1"),
-        ('{"logprobs": [-1, null]}', "must be a list of numbers, got None at position 1"),
+        ('{"logprobs": [-1, NaN]}', "got nan (not JSON) at position 1"),
+        ('{"logprobs": [-1, true]}', "not learned, got True at position 1"),
         ('{"advantage": [1, "2"]}', "a finite number or a list of numbers, got '2' at position 1"),
         (
             '{"tokens": [1, 2], "prompt_length": 1, "logprobs": [0.9], "advantage": 1}',
@@ -452,3 +452,17 @@ def test_folders_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
         files("b/*.csv")
     with pytest.raises(UserError, match="must be meant by one path, but is by "):
         files("b", "b/2*")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_logprobs_may_be_null_where_nothing_is_learned(tmp_path: Path, suffix: str) -> None:
+    given = _RECORD | {"logprobs": [None, -1.0, -0.5]}
+    masked = _RECORD | {"prompt_length": None, "loss_mask": [0, 0, 1], "logprobs": [None, None, -1]}
+    for record, expected in ((given, [0.0, -1.0, -0.5]), (masked, [0.0, 0.0, -1.0])):
+        (document,) = read_rollouts(_file(tmp_path, record, suffix=suffix))
+        batch = TokenBatch.from_documents([document])
+        assert batch.columns["old_logprobs"].tolist() == [*expected[1:], 0.0]
+    refused = _refused(_file(tmp_path, masked | {"loss_mask": [0, 1, 1]}, suffix=suffix))
+    assert refused.endswith(
+        "1: `logprobs` must be finite fp32 at every label, got null for token 1"
+    )

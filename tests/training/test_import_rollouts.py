@@ -133,7 +133,7 @@ def test_answers_without_what_training_needs_are_refused(
     assert "`logprobs` must have 1 values, one a completion token, got 2" in message(
         logprobs={"token_logprobs": [-1.0, -1.0]}
     )
-    assert "`logprobs` must be a list of numbers, got None" in message(
+    assert "`logprobs` must be finite fp32 at every label, got null for token 2" in message(
         logprobs={"token_logprobs": [None]}
     )
     assert "needs log-probabilities that were taken after temperature" in message(
