@@ -21,15 +21,28 @@ class FileSummary:
         self._rewards = self._num_rewards = 0.0
         self._first: Mapping[str, float] | None = None
         self._last: Mapping[str, float] = {}
+        self._active: list[float] = []
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Notes the metrics of a step."""
+        if "active_groups" in metrics:
+            self._active.append(metrics["active_groups"])
         if "reward" in metrics:
             self._rewards += metrics["reward"]
             self._num_rewards += 1
         if "loss" in metrics:  # false for a step without documents
             self._first = metrics if self._first is None else self._first
             self._last = metrics
+
+    def warning(self, phase: str) -> str | None:
+        """What to say of a phase whose rewards taught nothing in any step; None for others."""
+        if not self._active or any(self._active):
+            return None
+        return (
+            f"warning: phase `{phase}` had nothing to learn from rewards: in none of its "
+            f"{len(self._active)} steps did a group have rewards that differ, or an advantage that "
+            "is not 0; look at samples.jsonl, and for problems neither too hard nor too easy"
+        )
 
     def line(self, losses: Collection[str]) -> str:
         """The reward of the files, and each measure in the first and the last step.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fastrl.cli import main
 from fastrl.config import RunConfig, parse_config
+from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.file_summary import FileSummary
 from fastrl.training.report import report_figure
-from tests.helpers.runs import tiny
+from tests.helpers.runs import tiny, write_tiny
 
 FILES = {"type": "files", "paths": ["x.jsonl"], "documents_per_step": 2}
 
@@ -72,6 +75,36 @@ def test_b6_a_report_of_sampled_phases_tells_training_and_held_out_apart() -> No
     assert loss.lines[1].get_ydata() == [3.0]
     assert _labels(divergence) == ["policy (right)"]
     assert _legend(divergence) == ["answers", "policy", "policy (right)"]
+
+
+def test_a_phase_that_had_nothing_to_learn_is_named() -> None:
+    summary = FileSummary()
+    assert summary.warning("rl") is None
+    summary.add({"loss": 1.0})  # a supervised phase knows of no groups
+    assert summary.warning("rl") is None
+    for _ in range(3):
+        summary.add({"reward": 1.0, "active_groups": 0.0})
+    warning = summary.warning("rl")
+    assert warning is not None
+    assert warning.startswith("warning: phase `rl` had nothing to learn from rewards: in none of ")
+    assert "its 3 steps" in warning
+    summary.add({"reward": 1.0, "active_groups": 0.25})
+    assert summary.warning("rl") is None
+
+
+def test_a_run_with_equal_rewards_ends_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def score(_: RunEnvironment, problems: list[object], answers: list[object]) -> Scores:
+        return Scores([0.5] * len(answers), {})
+
+    monkeypatch.setattr(RunEnvironment, "score", score)
+    command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    overrides = ["phases.0.steps=1", "phases.1.steps=1", "environment.heldout_prompts=2"]
+    assert main([*command, *overrides]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "nothing to learn" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: phase `rl` had nothing to learn from rewards")
 
 
 def test_b6_the_last_line_tells_each_loss_apart_and_what_is_missing() -> None:
