@@ -79,11 +79,17 @@ class EnvironmentConfig(Config):
     """What every environment shares: how many problems are taken, and how they are scored."""
 
     train_prompts: int = Field(default=8192, gt=0, le=10**7)
-    """Problems drawn for training. Those whose prompt is among the held-out ones, or comes a second
-    time, are left out."""
+    """Problems drawn for training. Those whose prompt is among the held-out ones (see `disjoint`),
+    or comes a second time, are left out."""
 
     heldout_prompts: int = Field(default=512, gt=0, le=10**6)
     """Different prompts to be drawn for evaluation, which training never sees."""
+
+    disjoint: Literal["prompts", "answers", "answer_characters"] = "prompts"
+    """What no training problem shares with a held-out one. `answers`: nor its reference answer;
+    `answer_characters`: nor the characters of its answer in any order, for tasks whose problems
+    have several answers, such as palindromes of the same letters. Such training problems are left
+    out."""
 
     workers: int = Field(default=2, gt=0, le=1024)
     """Processes that score completions, at most, beside each process of the run. They start when

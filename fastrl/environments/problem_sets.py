@@ -1,4 +1,4 @@
-"""The problem sets of a run: held-out and training problems, which share no prompt."""
+"""The problem sets of a run: held-out and training problems, which share no prompt or answer."""
 
 from __future__ import annotations
 
@@ -51,14 +51,29 @@ def draw_problem_sets(config: AnyEnvironmentConfig, environment: Environment) ->
             f"`environment.heldout_prompts` must be at most {len(heldout)} here, the different "
             f"prompts among {len(drawn)} problems of `{config.label}`, got {config.heldout_prompts}"
         )
+    answers = {_answer(config, problem) for problem in heldout.values()} - {None}
     train: dict[str, Problem] = {}
     drawn = list(islice(environment.problems("train"), config.train_prompts))
     for problem in drawn:
-        if problem.prompt not in heldout:
+        if problem.prompt not in heldout and _answer(config, problem) not in answers:
             train.setdefault(problem.prompt, problem)
     if not train:
+        shared = "prompts" if config.disjoint == "prompts" else "prompts or answers"
         raise UserError(
-            f"`environment`: all {len(drawn)} training problems of `{config.label}` "
-            "have held-out prompts; lower `heldout_prompts` or make the task's range larger"
+            f"`environment`: all {len(drawn)} training problems of `{config.label}` have held-out "
+            f"{shared}; lower `heldout_prompts` or make the task's range larger"
         )
     return ProblemSets(tuple(train.values()), tuple(heldout.values()))
+
+
+def _answer(config: AnyEnvironmentConfig, problem: Problem) -> str | None:
+    """What of an answer must not be in both sets; None where that does not matter."""
+    if config.disjoint == "prompts":
+        return None
+    if problem.answer is None:
+        raise UserError(
+            f"`environment.disjoint: {config.disjoint}` needs the answer of every problem, but "
+            f"`{config.label}` gives none for {problem.prompt!r}; use `prompts`"
+        )
+    is_whole = config.disjoint == "answers"
+    return problem.answer if is_whole else "".join(sorted(problem.answer))

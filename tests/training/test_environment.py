@@ -38,6 +38,40 @@ def test_heldout_prompts_are_different_and_not_trained_on() -> None:
     assert len(train) == 160
 
 
+@pytest.mark.parametrize("disjoint", ["answers", "answer_characters"])
+def test_heldout_answers_are_not_trained_on(disjoint: str) -> None:
+    values: dict[str, Any] = {
+        "task": "palindrome_generation",
+        "config": {"min_length": 3, "max_length": 5},
+        "question_pattern": "following letters: ([a-z, ]*)",
+    }
+    shared, apart = _environment(**values), _environment(**values, disjoint=disjoint)
+    assert apart.heldout == shared.heldout
+
+    def key(problem: Problem) -> str:
+        assert problem.answer is not None
+        return problem.answer if disjoint == "answers" else "".join(sorted(problem.answer))
+
+    heldout = {key(problem) for problem in apart.heldout}
+    # One answer solves both a held-out and a training problem of the same letters.
+    assert not heldout.isdisjoint(map(key, shared.train))
+    assert heldout.isdisjoint(map(key, apart.train))
+    kept = {problem.prompt for problem in shared.train if key(problem) not in heldout}
+    assert kept <= {problem.prompt for problem in apart.train}
+
+
+def test_answers_that_there_are_not_cannot_be_disjoint() -> None:
+    with pytest.raises(UserError, match="answers` needs the answer of every problem"):
+        _environment(
+            task="rush_hour",
+            config={},
+            question_pattern=None,
+            heldout_prompts=2,
+            train_prompts=2,
+            disjoint="answers",
+        )
+
+
 def test_what_training_reads_is_not_held_out() -> None:
     config, context = tiny_context()
     assert context.environment is not None
