@@ -1,6 +1,7 @@
 """The command line: arguments, exit codes, and one message for a mistake."""
 
 import json
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -145,6 +146,22 @@ def test_wrong_arguments_give_the_usage_and_exit_code_2(
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: fastrl")
+
+
+@pytest.mark.parametrize(
+    "command", ["export", "rollouts inspect", "rollouts import", "init", "doctor"]
+)
+def test_help_has_examples_that_the_command_takes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--help"])
+    _, _, examples = capsys.readouterr().out.partition("\nexample:\n")
+    assert examples
+    for line in examples.splitlines():
+        program, *arguments = shlex.split(line)
+        assert (program, " ".join(arguments[: len(command.split())])) == ("fastrl", command)
+        cli._parser().parse_args(arguments)
 
 
 def test_the_schema_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,9 @@ def with_group_advantages(
 ) -> list[Document]:
     """Documents with the advantage of their reward in their group; see `group_advantages`.
 
-    An unscored document gets no advantage and loses its labels (`without_labels`).
+    An unscored document gets no advantage and loses its labels (`without_labels`). Documents of one
+    `rollout_id` are one member of their group: the reward of any of them is that of all, counts
+    once, and gives all the same advantage.
 
     Args:
         documents: all with a `group_id`. Groups must be whole: all answers to a prompt.
@@ -40,24 +42,60 @@ def with_group_advantages(
             "drop" passes the result through `without_zero_groups`.
 
     Raises:
-        DocumentError: for a document without `group_id`.
+        DocumentError: for a document without `group_id`, or of another reward than its rollout.
     """
     _check_choice("zero_variance", zero_variance, ("keep", "drop"))
     for number, document in enumerate(documents):
         if document.group_id is None:
             problem = "is required for a group-relative advantage, got none"
             raise DocumentError(number, "group_id", problem)
-    advantages = group_advantages(
-        [document.reward for document in documents],
-        [document.group_id for document in documents],
-        baseline=baseline,
-        scale=scale,
+    rollouts = rollout_keys(documents)
+    rewards = rollout_rewards(documents)
+    groups = {key: document.group_id for key, document in zip(rollouts, documents, strict=True)}
+    by_rollout = dict(
+        zip(
+            rewards,
+            group_advantages(
+                list(rewards.values()),
+                [groups[key] for key in rewards],
+                baseline=baseline,
+                scale=scale,
+            ),
+            strict=True,
+        )
     )
+    advantages = [by_rollout[key] for key in rollouts]
     result = [
         without_labels(document) if advantage is None else replace(document, advantage=advantage)
         for document, advantage in zip(documents, advantages, strict=True)
     ]
     return result if zero_variance == "keep" else without_zero_groups(result)
+
+
+def rollout_keys(documents: Sequence[Document]) -> list[Hashable]:
+    """A key for each document's rollout; without a `rollout_id` that is the document alone."""
+    return [
+        number if document.rollout_id is None else (document.group_id, document.rollout_id)
+        for number, document in enumerate(documents)
+    ]
+
+
+def rollout_rewards(documents: Sequence[Document]) -> dict[Hashable, float | None]:
+    """The reward of each rollout by its key, in order: that of its scored documents, None without.
+
+    Raises:
+        DocumentError: for a document of another reward than its rollout.
+    """
+    rewards: dict[Hashable, float | None] = {}
+    for number, (key, document) in enumerate(zip(rollout_keys(documents), documents, strict=True)):
+        if not document.is_scored:
+            rewards.setdefault(key, None)
+        elif rewards.get(key) in (None, document.reward):
+            rewards[key] = document.reward
+        else:
+            problem = f"must be that of its rollout, {rewards[key]}, or None, got {document.reward}"
+            raise DocumentError(number, "reward", problem)
+    return rewards
 
 
 def without_zero_groups(documents: Sequence[Document]) -> list[Document]:

@@ -51,6 +51,7 @@ DOCUMENT_COLUMNS = {
     "model_version": Column("integer", requirable=True),
     "reward": Column("number"),
     "group_id": Column("integer|text"),
+    "rollout_id": Column("integer|text"),
     "alignment": Column("text"),
     "logprobs_temperature": Column("number|raw"),
     "kept_tokens": Column("lists", per_token=True),

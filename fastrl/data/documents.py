@@ -65,6 +65,9 @@ class Document:
         reward: of the document; None or NaN is unscored. A batch only carries it for metrics:
             advantages come from `fastrl.data.advantages`.
         group_id: documents with one id answer the same prompt.
+        rollout_id: documents of a group with one id are parts of one rollout, such as turns with
+            contexts of their own: they share its reward, which counts once in the group, and get
+            the same advantage. Default: each document is a rollout.
         alignment: "label" says that the log-probabilities and per-token advantages have [n - 1]
             values, value i for `tokens[i + 1]`: what `logits[:-1]` and
             `TokenBatch.split_by_document` give. The completion's alone read the same both ways.
@@ -90,6 +93,7 @@ class Document:
     alignment: Literal["token", "label"] = "token"
     logprobs_temperature: float | None = None
     kept_tokens: Sequence[Integers] | None = None
+    rollout_id: int | str | None = None
 
     @property
     def num_labels(self) -> int:

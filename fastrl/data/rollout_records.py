@@ -127,6 +127,8 @@ class RecordReader:
         if self.reward_columns:
             values["reward"] = self._combined_reward(values)
         self._check_required(values, columns, has_reward="reward" in present)
+        if "rollout_id" in values and "group_id" not in values:
+            raise FieldError("rollout_id", "needs the `group_id` of its group, got none")
         document = Document(**_document_fields(values, columns, self.require))
         try:
             numbers = check_document(0, document)

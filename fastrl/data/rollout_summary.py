@@ -26,10 +26,11 @@ _FAR = math.log(2)
 
 @dataclass
 class _Group:
-    """The documents of a group id with the same prompt."""
+    """The rollouts of a group id with the same prompt."""
 
-    size: int = 0
+    size: int = 0  # parts of one rollout count once
     rewards: list[float] = field(default_factory=list)
+    rollouts: set[int | str] = field(default_factory=set)
     completions: set[int] = field(default_factory=set)
 
 
@@ -102,14 +103,21 @@ class RolloutSummary:
 
     def _add_to_group(self, document: Document, ids: Array, learned: Array) -> None:
         start = int(learned.argmax()) if learned.any() else len(ids)
-        prompt = hash(ids[:start].tobytes())
-        group = self._groups.setdefault((document.group_id, prompt), _Group())
-        group.size += 1
+        prompt, rollout = hash(ids[:start].tobytes()), document.rollout_id
+        # Parts of a rollout have contexts of their own.
+        key = (document.group_id, prompt if rollout is None else 0)
+        group = self._groups.setdefault(key, _Group())
         group.completions.add(hash(ids[start:].tobytes()))
+        if rollout is not None:
+            if rollout in group.rollouts:
+                return
+            group.rollouts.add(rollout)
+        else:
+            self._prompts.setdefault(prompt, set()).add(document.group_id)
+        group.size += 1
         if document.is_scored:
             assert document.reward is not None
             group.rewards.append(document.reward)
-        self._prompts.setdefault(prompt, set()).add(document.group_id)
 
     def lines(self) -> Iterator[str]:
         """The summary, for people."""
@@ -161,7 +169,7 @@ class RolloutSummary:
             yield f"{self._sure:,} documents have log-probability 0 at every label: are they known?"
         groups = [group for group in self._groups.values() if not self._advantages]
         for text, is_meant in (
-            ("groups have one document: its advantage is 0", lambda g: g.size == 1),
+            ("groups have one rollout: its advantage is 0", lambda g: g.size == 1),
             (
                 "groups have equal rewards: their advantages are 0",
                 lambda g: len(g.rewards) > 1 and len(set(g.rewards)) == 1,

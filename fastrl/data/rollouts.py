@@ -24,6 +24,7 @@ from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Of the names of rollout files."""
 
+_IDS = ("group_id", "rollout_id")
 _ROWS_AT_A_TIME = 512
 
 
@@ -160,7 +161,9 @@ def _documents(
         except FieldError as error:
             raise RolloutFileError(f"{path}, {place}: {error}") from None
         # Where the prompt ends is not known of a `loss_mask`, nor of a document without labels.
-        is_compared = document.group_id is not None and document.advantage is None
+        # Parts of a rollout have contexts of their own.
+        is_whole = document.group_id is not None and document.rollout_id is None
+        is_compared = is_whole and document.advantage is None
         if is_compared and document.has_labels and document.prompt_length is not None:
             prompt = document.tokens[: document.prompt_length]
             first, other = prompts.setdefault(document.group_id, (place, prompt))
@@ -251,9 +254,11 @@ def _write_lines(file: IO[bytes] | gzip.GzipFile, records: Iterator[dict[str, An
 def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
     pyarrow, parquet = _pyarrow(path)
     first = list(islice(records, _ROWS_AT_A_TIME))
-    group_ids = [record["group_id"] for record in first if "group_id" in record]
-    group_type = int if group_ids and isinstance(group_ids[0], int) else str
-    schema = _schema(pyarrow, group_type)
+    id_types: dict[str, type] = {}
+    for name in _IDS:
+        ids = [record[name] for record in first if name in record]
+        id_types[name] = int if ids and isinstance(ids[0], int) else str
+    schema = _schema(pyarrow, id_types)
     count = 0
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         records = chain(first, records)
@@ -261,15 +266,16 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
             for number, row in enumerate(rows, start=count):
                 if isinstance(row.get("advantage"), list):
                     row[ALIASES["advantage"]] = row.pop("advantage")
-                if not isinstance(row.get("group_id"), group_type | None):
-                    problem = f"must be of one type in a Parquet file, got {row['group_id']!r}"
-                    raise DocumentError(number, "group_id", problem)
+                for name, id_type in id_types.items():
+                    if not isinstance(row.get(name), id_type | None):
+                        problem = f"must be of one type in a Parquet file, got {row[name]!r}"
+                        raise DocumentError(number, name, problem)
             writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
             count += len(rows)
     return count
 
 
-def _schema(pyarrow: Any, group_type: type) -> Any:
+def _schema(pyarrow: Any, id_types: Mapping[str, type]) -> Any:
     """The columns of a file; lists of a field that may also be a number go into its alias."""
     floats = pyarrow.list_(pyarrow.float32())  # the precision that a batch keeps
     types = {
@@ -287,7 +293,8 @@ def _schema(pyarrow: Any, group_type: type) -> Any:
         schema[name] = types[column.kinds[0]]
         if column.kinds == ["number", "numbers"]:
             schema[ALIASES[name]] = floats
-    schema["group_id"] = types["integer" if group_type is int else "text"]
+    for name, id_type in id_types.items():
+        schema[name] = types["integer" if id_type is int else "text"]
     return pyarrow.schema(schema)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
 from fastrl.config.phases import AdvantageConfig
-from fastrl.data.advantages import with_group_advantages, without_zero_groups
+from fastrl.data.advantages import (
+    rollout_keys,
+    rollout_rewards,
+    with_group_advantages,
+    without_zero_groups,
+)
 from fastrl.data.documents import Document
 from fastrl.data.prompt_groups import group_by_prompt
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
@@ -81,11 +87,13 @@ def with_advantages(
     shaped = list(documents)
     if shaping is not None and documents:
         max_length, cache_length = shaping.resolved(max_new_tokens)
+        keys = rollout_keys(documents)
+        lengths: Counter[Hashable] = Counter()
+        for key, document in zip(keys, documents, strict=True):
+            lengths[key] += completion_length(document)
         punishments = [
-            overlong_punishment(
-                completion_length(document), max_length=max_length, cache_length=cache_length
-            )
-            for document in documents
+            overlong_punishment(lengths[key], max_length=max_length, cache_length=cache_length)
+            for key in keys
         ]
         shaped = [
             document
@@ -109,7 +117,7 @@ def to_rollouts(
     samples: list[Sample],
 ) -> Rollouts:
     """A step without documents that have no labels, and without groups that `config` drops."""
-    rewards = [document.reward for document in documents if document.reward is not None]
+    rewards = [reward for reward in rollout_rewards(documents).values() if reward is not None]
     if rewards:
         metrics = {"reward": fmean(rewards), **metrics}
     labelled = [document for document in documents if document.has_labels]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from typing import Any
 
@@ -147,3 +148,26 @@ def test_bad_arguments_are_refused() -> None:
             group_advantages([1.0], [0], **choice)
     with pytest.raises(ValueError, match="`zero_variance` must be one of"):
         with_group_advantages([], zero_variance="skip")  # type: ignore[arg-type]
+
+
+def _part(rollout: int | str | None, reward: float | None, group: int = 0) -> Document:
+    return Document([1, 2], prompt_length=1, reward=reward, group_id=group, rollout_id=rollout)
+
+
+def test_parts_of_a_rollout_are_one_member_of_their_group() -> None:
+    parts = [_part("a", 1.0), _part("a", None), _part("a", 1.0), _part("b", 0.0), _part(None, 0.5)]
+    other = [_part("a", 0.0, group=1), _part("c", 2.0, group=1)]  # ids are those of the group
+    whole = [_part(None, 1.0), _part(None, 0.0), _part(None, 0.5)]
+    whole += [_part(None, 0.0, group=1), _part(None, 2.0, group=1)]
+    got = [document.advantage for document in with_group_advantages([*parts, *other])]
+    a, b, c, *rest = (document.advantage for document in with_group_advantages(whole))
+    assert got == [a, a, a, b, c, *rest]
+    assert all(document.has_labels for document in with_group_advantages(parts))
+    unscored = [_part("a", None), _part("a", None), _part("b", 1.0)]
+    assert [doc.has_labels for doc in with_group_advantages(unscored)] == [False, False, True]
+
+
+def test_parts_of_a_rollout_with_two_rewards_are_refused() -> None:
+    message = "document 1: `reward` must be that of its rollout, 1.0, or None, got 0.5"
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        with_group_advantages([_part("a", 1.0), _part("a", 0.5)])

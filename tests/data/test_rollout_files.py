@@ -466,3 +466,16 @@ def test_logprobs_may_be_null_where_nothing_is_learned(tmp_path: Path, suffix: s
     assert refused.endswith(
         "1: `logprobs` must be finite fp32 at every label, got null for token 1"
     )
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_parts_of_a_rollout_have_prompts_of_their_own(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rollouts{suffix}"
+    parts = [
+        Document([5, 6], prompt_length=1, reward=1.0, group_id=3, rollout_id="a"),
+        Document([7, 8, 9], prompt_length=2, reward=1.0, group_id=3, rollout_id="a"),
+    ]
+    write_rollouts(path, parts)
+    assert list(read_rollouts(path, require=())) == parts
+    record = _RECORD | {"rollout_id": 1}
+    assert "`rollout_id` needs the `group_id`" in _refused(_file(tmp_path, record, suffix=suffix))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,23 @@ def test_what_looks_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
         "1 documents with labels have neither an advantage nor a group",
         "1 documents of groups have no reward: they are left out",
         "1 documents have log-probability 0 at every label: are they known?",
-        "2 of 4 groups have one document: its advantage is 0",
+        "2 of 4 groups have one rollout: its advantage is 0",
         "1 of 4 groups have equal rewards: their advantages are 0",
         "1 of 4 groups have one and the same completion several times over",
         "1 prompts have several group ids: their answers are not compared",
         "2 documents have the most labels, 9: were they cut off there?",
     ]
+
+
+def test_parts_of_a_rollout_are_one_of_their_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [_document(0, [5, number], 1.0, rollout_id=number // 2) for number in range(3)]
+    path = tmp_path / "a.jsonl"
+    write_rollouts(path, [*parts[:2], replace(parts[2], tokens=[9, 9, 5, 2], reward=0.0)])
+    lines = _inspected(capsys, str(path))
+    assert "groups: 1: 1 of 2" in lines
+    assert "suspicious: nothing" in lines
 
 
 def test_files_without_fault_or_document(

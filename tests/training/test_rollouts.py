@@ -371,3 +371,15 @@ def test_a_pattern_of_a_run_stands_for_its_files(tmp_path: Path) -> None:
     )
     (step,) = _steps(begin_phase(config, 1, context), 1)
     assert len(step.documents) == 6
+
+
+def test_a_reward_of_several_rows_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    whole, *others = _documents(1)
+    parts = [replace(whole, reward=4.0, rollout_id="r"), replace(whole, rollout_id="r", reward=4.0)]
+    write_rollouts(path, [*parts, *(replace(other, reward=1.0) for other in others)])
+    (step,) = _steps(_phase([path], "phases.1.rollouts.documents_per_step=4"), 1)
+    assert step.metrics["reward"] == pytest.approx(2.0)
+    advantages = sorted(float(np.asarray(document.advantage)) for document in step.documents)
+    assert advantages[2] == advantages[3] > 0
+    assert sum(advantages[:3]) == pytest.approx(0.0)
