@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastrl import Document
+from fastrl import Document, cli
 from fastrl.config import ConfigError, RunConfig, load_config, parse_config
 from fastrl.config.yaml_text import parse_yaml
 
@@ -63,6 +64,18 @@ def test_anchors_lead_to_headings(page: Path) -> None:
     links = re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
     for file, anchor in links:
         assert anchor in _anchors(page.parent / file if file else page), (file, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_are_those_of_the_command_line(page: Path) -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for line in lines:
+        command = re.match(r"(?:\$ )?fastrl ((?:[a-z]+ ).*)", line.split("&& ")[-1])
+        if command and "[" not in line:
+            arguments = shlex.split(command[1], comments=True)
+            parsed, rest = cli._parser().parse_known_args(arguments)
+            assert not rest or hasattr(parsed, "overrides"), line
 
 
 def test_the_index_of_the_docs_names_every_page() -> None:
