@@ -28,6 +28,7 @@ from fastrl.config import RunConfig, load_config
 from fastrl.config.phases import OptimizerConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.models.llama import Llama
+from fastrl.training.llama_model import llama_files
 from fastrl.training.optimizer import build_optimizer, optimizer_state
 from fastrl.training.processes import Processes, empty_llama, frozen_copy, start_processes
 from fastrl.training.saving import CheckpointSaver
@@ -101,7 +102,7 @@ def _row(
                 torch.cuda.synchronize()
             processes.any(False)
             start = time.perf_counter()
-            saver.save(model, state, {})
+            saver.save(llama_files(model), state, {})
             blocking.append(time.perf_counter() - start)
             saver.wait()
             total.append(time.perf_counter() - start)

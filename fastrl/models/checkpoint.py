@@ -271,7 +271,7 @@ def save_llama(
 
 def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
     parameters = dict(llama.named_parameters())
-    files = weight_files(llama, max_shard_bytes)
+    files = weight_files(parameters, max_shard_bytes)
     for file in sorted(set(files.values())):
         tensors = {
             name: whole_tensor(parameters[name].detach()).cpu().contiguous()
@@ -286,9 +286,11 @@ def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
         (folder / file).write_bytes(content)
 
 
-def weight_files(llama: Llama, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
-    """The file of each parameter in a Hugging Face folder, by the parameter's name."""
-    sizes = {name: p.numel() * p.element_size() for name, p in llama.named_parameters()}
+def weight_files(
+    tensors: Mapping[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, str]:
+    """The file of each tensor in a Hugging Face folder, by the tensor's name."""
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         used = sum(sizes[other] for other in shards[-1])
@@ -306,11 +308,18 @@ def json_files(llama: Llama, files: Mapping[str, str]) -> dict[str, bytes]:
     """config.json and, where there are several `weight_files`, their index: contents by name."""
     parameters = dict(llama.named_parameters())
     dtype = str(parameters[_EMBEDDING].dtype).removeprefix("torch.")
-    result = {CONFIG_FILE: _json(llama_config_to_hf(llama.config, dtype))}
-    if len(set(files.values())) > 1:
-        total = sum(p.numel() * p.element_size() for p in parameters.values())
-        result[INDEX_FILE] = _json({"metadata": {"total_size": total}, "weight_map": dict(files)})
-    return result
+    return {
+        CONFIG_FILE: _json(llama_config_to_hf(llama.config, dtype)),
+        **index_files(parameters, files),
+    }
+
+
+def index_files(tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> dict[str, bytes]:
+    """The index of several `weight_files`; none of one."""
+    if len(set(files.values())) == 1:
+        return {}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return {INDEX_FILE: _json({"metadata": {"total_size": total}, "weight_map": dict(files)})}
 
 
 def _json(values: dict[str, Any]) -> bytes:

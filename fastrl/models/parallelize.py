@@ -6,6 +6,7 @@ the single-device code of `llama.py`: its layers see plain tensors, the local pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def parallelize_llama(
     if tensor.size() > 1:
         _shard_tensor(llama, tensor, sequence_parallel)
     if fully_sharded:
-        _fully_shard(llama, _data_mesh(mesh), compute_dtype)
+        fully_shard_layers(llama, llama.model.layers, _data_mesh(mesh), compute_dtype)
+        for method in ("hidden_states", "head_output"):
+            register_fsdp_forward_method(llama, method)
     return groups
 
 
@@ -216,11 +219,23 @@ class Whole(ParallelStyle):
         return module
 
 
-def _fully_shard(llama: Llama, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
-    """A group for each layer; embedding, final norm and head, which may be tied, in the root's.
+def fully_shard_layers(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    """FSDP2 with a group for each layer, and the root's for the rest.
 
+    That is embedding, final norm and head, of which two may be tied.
     The root's group stays gathered from forward to backward: one all-gather a step for the head's
     weight, whatever its number of chunks.
+
+    Args:
+        root: the model.
+        layers: of it.
+        mesh: of one axis.
+        compute_dtype: of activations and gathered weights, as in `parallelize_llama`.
     """
     # Inputs are not cast: a batch's log-probabilities and the rotary angles stay fp32.
     policy = MixedPrecisionPolicy(
@@ -228,7 +243,7 @@ def _fully_shard(llama: Llama, mesh: DeviceMesh, compute_dtype: torch.dtype | No
         reduce_dtype=None if compute_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    modules = [*llama.model.layers, llama]
+    modules = [*layers, root]
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in modules:
@@ -236,8 +251,6 @@ def _fully_shard(llama: Llama, mesh: DeviceMesh, compute_dtype: torch.dtype | No
         # The global loss is the sum of the ranks' losses: gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for method in ("hidden_states", "head_output"):
-        register_fsdp_forward_method(llama, method)
 
 
 def reduce_gradients(llama: Llama) -> None:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 from fastrl.config.base import UserError
 from fastrl.config.training import LoggingConfig, RunConfig
-from fastrl.models.parallelize import check_tensor_axis
 from fastrl.training.context import build_context
 from fastrl.training.rollout_sources import build_sources
 
@@ -27,7 +26,7 @@ def check_run(config: RunConfig) -> None:
         if context.environment is not None:
             stack.callback(context.environment.close)
         try:
-            check_tensor_axis(context.llama, config.parallel.tensor)
+            context.model.check_tensor_axis(config.parallel.tensor)
         except ValueError as error:
             raise UserError(f"`parallel`: {error}") from error
         build_sources(config, context)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fastrl.config.base import UserError
@@ -21,12 +20,9 @@ from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss
-from fastrl.models.flops import TrainingFlops
-from fastrl.models.llama import Llama
-from fastrl.models.micro_sequences import backward_in_pieces
-from fastrl.models.parallelize import reduce_gradients
 from fastrl.parallel import group_rank, group_size
 from fastrl.training.context import RunContext
+from fastrl.training.model import FrozenPolicy
 from fastrl.training.optimizer import (
     apply_update,
     build_optimizer,
@@ -34,7 +30,6 @@ from fastrl.training.optimizer import (
     optimizer_state,
 )
 from fastrl.training.order import seeded
-from fastrl.training.processes import frozen_copy
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
 from fastrl.training.sampled_rollouts import SampledRollouts
@@ -103,12 +98,12 @@ class Phase:
         self._context = context
         self._seed = phase_seed(config, index)
         self.source = source
-        context.llama.lm_head.set_losses(config.losses_of(self.config))
-        self.optimizer = build_optimizer(context.llama, self.config.optimizer)
-        self.reference: Llama | None = None
+        context.model.head.set_losses(config.losses_of(self.config))
+        self.optimizer = build_optimizer(context.model.module, self.config.optimizer)
+        self.reference: FrozenPolicy | None = None
         samples = isinstance(self.source, SampledRollouts)
         if samples and "ref_logprobs" in config.required_columns(self.config):
-            self.reference = frozen_copy(context.llama, context.processes)
+            self.reference = context.model.frozen_copy()
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)
             and self.config.rollouts.type == "sampler"
@@ -129,7 +124,8 @@ class Phase:
         self.steps_done = state.phase_step
         self.skipped_in_a_row = state.skipped_in_a_row
         self.source.items.position = state.position
-        load_optimizer(self.optimizer, trained_names(self._context.llama), state.optimizer)
+        names = trained_names(self._context.model.module)
+        load_optimizer(self.optimizer, names, state.optimizer)
         for name, loss in self._policy_losses().items():
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         if self.reference is not None:
@@ -164,17 +160,18 @@ class Phase:
         """Whether all weights of this rank are finite; waits for the device."""
         shards = [
             weight.to_local() if isinstance(weight, DTensor) else weight
-            for weight in self._context.llama.parameters()
+            for weight in self._context.model.module.parameters()
         ]
         return bool(torch.stack([shard.isfinite().all() for shard in shards]).all())
 
     def state(self, before: TrainerState) -> TrainerState:
         """The run's state with what `restore` needs; the tensors are those of the phase."""
-        losses, reference, llama = self._policy_losses(), self.reference, self._context.llama
+        losses, reference = self._policy_losses(), self.reference
+        names = trained_names(self._context.model.module)
         return replace(
             before,
             position=self.source.items.position,
-            optimizer=optimizer_state(self.optimizer, trained_names(llama)),
+            optimizer=optimizer_state(self.optimizer, names),
             reference=None if reference is None else dict(reference.named_parameters()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
             skipped_in_a_row=self.skipped_in_a_row,
@@ -182,7 +179,9 @@ class Phase:
 
     def step(self) -> StepResult:
         """The result of a step: its updates on the next documents."""
-        self._context.generator.manual_seed(seeded(self._seed, self.steps_done).getrandbits(63))
+        seed = seeded(self._seed, self.steps_done).getrandbits(63)
+        self._context.generator.manual_seed(seed)
+        torch.manual_seed(seed)  # of dropout
         rollouts = self.source.next()
         mini_batches, epochs = 1, 1
         if isinstance(self.config, RLPhaseConfig):
@@ -218,7 +217,7 @@ class Phase:
         self, documents: Sequence[Document], recomputes_old: bool
     ) -> tuple[OptimizerStep, list[MicroBatch]]:
         """The packed documents of one update, with the log-probabilities that its losses need."""
-        groups, parallel = self._context.llama.groups, self._context.processes.config
+        groups, parallel = self._context.model.groups, self._context.processes.config
         shares = isinstance(self.config, RLPhaseConfig) and self.config.share_prefixes
         packs = micro_batches_of_rank(
             documents,
@@ -238,9 +237,9 @@ class Phase:
         for batch in step.batches:
             (whole,) = step.to_kwargs(batch, parallel.micro_sequences, join=True)
             if recomputes_old:
-                whole = whole.replace(old_logprobs=evaluated(self._context.llama, whole))
+                whole = whole.replace(old_logprobs=self._context.model.logprobs(whole))
             if self.reference is not None:
-                whole = whole.replace(ref_logprobs=evaluated(self.reference, whole))
+                whole = whole.replace(ref_logprobs=self.reference.logprobs(whole))
             is_cut = parallel.micro_sequences > 1
             pieces = step.to_kwargs(batch, parallel.micro_sequences) if is_cut else ()
             result.append(MicroBatch(whole, pieces))
@@ -250,16 +249,15 @@ class Phase:
         self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], *, return_logprobs: bool
     ) -> list[HeadOutput]:
         """The outputs of the micro-batches, whose gradients are summed in the model."""
-        llama = self._context.llama
+        model = self._context.model
         outputs = []
         for batch in micro_batches:
             if batch.pieces:
-                output = backward_in_pieces(llama, batch.pieces, batch.whole)
+                output = model.backward_in_pieces(batch.pieces, batch.whole)
             else:
-                output = llama(batch.whole, return_logprobs=return_logprobs)
-                output.loss.backward()
+                output = model.backward(batch.whole, return_logprobs=return_logprobs)
             step.add(output)
-            outputs.append(replace(output, loss=None))  # without its graph
+            outputs.append(output)
         return outputs
 
     def _update(
@@ -270,11 +268,11 @@ class Phase:
         num_updates: int,
     ) -> UpdateMetrics:
         """The metrics of one update with the gradients that are in the model."""
-        llama = self._context.llama
+        model = self._context.model
         strategies = [output.strategy for output in outputs]
-        reduce_gradients(llama)
+        model.reduce_gradients()
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
-        totals = step.finish(llama.lm_head.loss_groups)
+        totals = step.finish(model.head.loss_groups)
         values = {**totals, "grad_norm": norm}
         counts = (step.counts.num_labels_in_batch, step.counts.num_documents_in_batch)
         # All numbers in one transfer, the only host synchronisation of an update.
@@ -285,14 +283,14 @@ class Phase:
         is_skipped = not math.isfinite(result["grad_norm"])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         if not is_skipped:
-            llama.lm_head.end_step(result)
+            model.head.end_step(result)
         result["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         result["single_pass"] = strategies.count("single_pass") / len(strategies)
         return UpdateMetrics(result, int(labels), int(documents), is_skipped)
 
     def _work(self, document: Document, num_shared: int) -> float:
         """Floating-point operations of a document."""
-        flops = TrainingFlops.of(self._context.llama.config)
+        flops = self._context.model.flops
         return flops.document(len(document.tokens), document.num_labels, num_shared)
 
     def _gives_old(self, epochs: int) -> bool:
@@ -301,7 +299,7 @@ class Phase:
         Not at another scale of the logits than that pass has, nor for losses of one's own, which
         may read the batch's. A sequence in pieces gives none, which later epochs would need.
         """
-        losses = self._context.llama.lm_head.losses.values()
+        losses = self._context.model.head.losses.values()
         in_pieces = self._context.processes.config.micro_sequences > 1
         return not (in_pieces and epochs > 1) and all(
             type(loss).__module__.startswith("fastrl.") and loss.config.logits_scale == 1
@@ -316,7 +314,7 @@ class Phase:
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {
             name: loss
-            for name, loss in self._context.llama.lm_head.losses.items()
+            for name, loss in self._context.model.head.losses.items()
             if isinstance(loss, LanguageModelPolicyGradientLoss)
         }
 
@@ -332,15 +330,3 @@ def _on_policy(losses: Mapping[str, LanguageModelPolicyGradientLoss[Any]]) -> It
     finally:
         for name, loss in losses.items():
             loss.on_policy = before[name]
-
-
-@torch.no_grad()
-def evaluated(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
-    """The log-probabilities [T] of the labels of a batch, under the current weights."""
-    was_training = llama.training
-    llama.eval()
-    logprobs: torch.Tensor = llama(batch).logprobs
-    llama.train(was_training)
-    if isinstance(llama, FSDPModule):
-        llama.reshard()  # as a backward would: the gathered weights are stale after the update
-    return logprobs

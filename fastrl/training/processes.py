@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastrl.config.base import UserError
@@ -102,13 +103,14 @@ class Processes:
         return self.config.num_processes
 
     @property
-    def _compute_dtype(self) -> torch.dtype | None:
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of activations and gathered weights, where it is not that of the parameters."""
         name = self.config.compute_dtype
         return None if name is None else getattr(torch, name)
 
     def new_sampler_copy(self, llama: Llama) -> Llama:
         """An unsharded model in the compute dtype, for `sync_full_weights` to fill."""
-        dtype = self._compute_dtype or llama.model.norm.weight.dtype
+        dtype = self.compute_dtype or llama.model.norm.weight.dtype
         copy = Llama(llama.config, device="meta", dtype=dtype).to_empty(device=self.device)
         return copy.requires_grad_(False).eval()
 
@@ -123,7 +125,7 @@ class Processes:
             self.mesh,
             sequence_parallel=self.config.sequence_parallel,
             fully_sharded=self.config.fully_sharded,
-            compute_dtype=self._compute_dtype,
+            compute_dtype=self.compute_dtype,
         )
 
     def close(self) -> None:
@@ -193,10 +195,10 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
 
 
 @torch.no_grad()
-def sync_full_weights(llama: Llama, copy: Llama) -> None:
+def sync_full_weights(model: nn.Module, copy: nn.Module) -> None:
     """Copies the weights of a sharded model into a whole one; all ranks must call."""
     targets = dict(copy.named_parameters())
-    for name, parameter in llama.named_parameters():
+    for name, parameter in model.named_parameters():
         targets[name].copy_(whole_tensor(parameter))
 
 

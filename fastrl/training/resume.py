@@ -75,7 +75,7 @@ def state_to_resume(config: RunConfig, checkpoint: Path, context: RunContext) ->
     Raises:
         UserError: as `read_trainer_state`; another tokenizer than the run began with.
     """
-    state = read_trainer_state(checkpoint, config, context.llama)
+    state = read_trainer_state(checkpoint, config, context.model.module)
     if config.tokenizer.type == "file":
         _check_tokenizer(checkpoint, config.tokenizer.path, context.tokenizer.files)
     has_ended = state.phase_step == config.phases[state.phase].steps

@@ -58,8 +58,7 @@ def build_sources(
         UserError: rollout files that cannot be used, problems without what a phase needs, or
             documents that can be longer than a micro-batch or than the model takes.
     """
-    model = context.llama.config
-    assert model.vocab_size is not None
+    model = context.model.limits
     files = RolloutFiles(model.vocab_size)
     sources = {}
     for index in range(first, len(config.phases)):

@@ -330,5 +330,5 @@ class Trainer:
             )
         state = self._phase.state(replace(self.state, seconds=self.seconds))
         self._writer.sync()
-        self._saver.save(self._context.llama, state, self._context.tokenizer.files)
+        self._saver.save(self._context.model.files(), state, self._context.tokenizer.files)
         self._saved_at = place

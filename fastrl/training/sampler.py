@@ -1,4 +1,4 @@
-"""The built-in sampler: batches of completions with the reference Llama's key-value cache."""
+"""The built-in sampler: batches of completions with the model's key-value cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import SamplerConfig
-from fastrl.models.llama import Llama
-from fastrl.training.processes import Processes, sync_full_weights
+from fastrl.training.model import Decoder
+from fastrl.training.processes import Processes
 
 _COMPACT_BELOW = 0.75
 """Unfinished sequences move to a smaller cache when they are fewer than this share."""
@@ -39,7 +39,7 @@ class Sampler:
 
     Args:
         config: bounds of length and of batch size.
-        llama: the model; each call samples from its current weights.
+        decoder: of the model; each call samples from its current weights.
         end_tokens: ids; a completion ends with the first of any of them.
         generator: source of randomness, on the model's device.
         processes: that share the batches; all must call `sample` with the same arguments.
@@ -48,16 +48,14 @@ class Sampler:
     def __init__(
         self,
         config: SamplerConfig,
-        llama: Llama,
+        decoder: Decoder,
         end_tokens: Sequence[int],
         generator: torch.Generator,
         processes: Processes,
     ) -> None:
         self.config = config
-        self._source = llama
         self._processes = processes
-        # A sharded model is sampled from a whole copy: each token would gather all weights.
-        self._llama = llama if processes.mesh is None else processes.new_sampler_copy(llama)
+        self._decoder = decoder
         self._end_tokens = torch.tensor(end_tokens, device=generator.device)
         self._generator = generator
 
@@ -76,8 +74,7 @@ class Sampler:
         Raises:
             UserError: on all processes, if logits of any are not finite.
         """
-        if self._llama is not self._source:
-            sync_full_weights(self._source, self._llama)
+        self._decoder.sync()
         per_batch = max(1, self.config.max_batch_size // num_each)
         seed = self._generator.initial_seed()
         processes = self._processes
@@ -111,7 +108,7 @@ class Sampler:
         self, prompts: Sequence[Sequence[int]], num_each: int, temperature: float
     ) -> list[Completion]:
         max_new_tokens = self.config.max_new_tokens
-        logits, cache = self._llama.prefill(prompts, max_new_tokens)
+        logits, cache = self._decoder.prefill(prompts, max_new_tokens)
         if num_each > 1:
             rows = torch.arange(len(prompts), device=logits.device).repeat_interleave(num_each)
             logits, cache = logits[rows], cache.select(rows)
@@ -136,7 +133,7 @@ class Sampler:
             if num_going_on < _COMPACT_BELOW * len(running):
                 kept = going_on.nonzero().squeeze(1)
                 running, chosen, cache = running[kept], chosen[kept], cache.select(kept)
-            logits = self._llama.decode(chosen[:, None], cache)
+            logits = self._decoder.decode(chosen[:, None], cache)
         # numpy's tolist takes a tenth of the time of torch's.
         columns = [column.cpu().numpy().tolist() for column in (tokens, logprobs, lengths, done)]
         return [

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fastrl.config import RunConfig, UserError
-from fastrl.models.checkpoint import json_files, weight_files
-from fastrl.models.llama import Llama
 from fastrl.training.checkpoint import NewCheckpoint
+from fastrl.training.model import ModelFiles
 from fastrl.training.processes import Processes
 from fastrl.training.tensor_files import Layout, TensorFilesWriter
 from fastrl.training.trainer_state import (
@@ -103,31 +102,27 @@ class CheckpointSaver:
             return False
         return self._under_way.future.exception() is not None
 
-    def save(self, llama: Llama, state: TrainerState, files: Mapping[str, bytes]) -> None:
+    def save(self, model: ModelFiles, state: TrainerState, files: Mapping[str, bytes]) -> None:
         """Writes a checkpoint, or begins to, when the one before is written.
 
         The tensors may change when it returns.
 
         Args:
-            llama: the model.
-            state: its tensors are those of the run, sharded or not.
+            model: its files; its tensors are those of the run, sharded or not.
+            state: its tensors likewise.
             files: contents of further files by name, those of the tokenizer.
 
         Raises:
             UserError: this checkpoint, or the one before, cannot be written; nothing is left of it.
         """
         self.wait()
-        holders = weight_files(llama)
-        tensors: dict[str, dict[str, Tensor]] = {file: {} for file in holders.values()}
-        for name, parameter in llama.named_parameters():
-            tensors[holders[name]][name] = parameter
-        layout = Layout.of({**tensors, **state_tensors(state)})
+        layout = Layout.of({**model.tensors, **state_tensors(state)})
         progress = {f"{TRAINER_FOLDER}/{PROGRESS_FILE}": progress_json(state)}
         checkpoint = NewCheckpoint(
             self._run_dir,
             self._config,
             state,
-            {**files, **json_files(llama, holders), **progress},
+            {**files, **model.contents, **progress},
             self._say,
         )
         writer = TensorFilesWriter(

@@ -128,20 +128,20 @@ def read_trainer_state(checkpoint: Path, config: RunConfig, llama: nn.Module) ->
             take; tensors of other names, shapes or dtypes than the model's parameters need.
     """
     folder = checkpoint / TRAINER_FOLDER
-    parameters = dict(llama.named_parameters())
+    trained = {name: each for name, each in llama.named_parameters() if each.requires_grad}
     moments = _optimizer_tensors(llama)
     if is_format_1(checkpoint):
         source = checkpoint / FORMAT_1_FILE
         values, optimizer, reference = _read_format_1(source, llama)
         optimizer = _parts_of(source, optimizer, moments) if optimizer else {}
         if reference is not None:
-            reference = _parts_of(source, reference, parameters)
+            reference = _parts_of(source, reference, trained)
     else:
         source = folder / PROGRESS_FILE
         values = read_json(source)
         optimizer = _read_parts(folder / OPTIMIZER_FILE, moments, may_be_empty=True)
         has_reference = (folder / REFERENCE_FILE).exists()
-        reference = _read_parts(folder / REFERENCE_FILE, parameters) if has_reference else None
+        reference = _read_parts(folder / REFERENCE_FILE, trained) if has_reference else None
     progress = parse_config(_Progress, values, source=str(source))
     _check_progress(source, progress, config)
     numbers = {name: getattr(progress, name) for name in _Progress.model_fields}

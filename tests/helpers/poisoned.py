@@ -33,7 +33,7 @@ def poison(
         nonlocal number
         outputs = backward(phase, *args, **options)
         if number in updates:
-            grads = [parameter.grad for parameter in phase._context.llama.parameters()]
+            grads = [parameter.grad for parameter in phase._context.model.module.parameters()]
             grad = next(grad for grad in grads if grad is not None)
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             with torch.no_grad():

@@ -22,6 +22,7 @@ from fastrl.config.training import ParallelConfig
 from fastrl.models import checkpoint
 from fastrl.parallel import shard_like, whole_tensor
 from fastrl.training import tensor_files
+from fastrl.training.llama_model import llama_files
 from fastrl.training.optimizer import build_optimizer, load_optimizer, optimizer_state
 from fastrl.training.processes import Processes, empty_llama, frozen_copy
 from fastrl.training.saving import CheckpointSaver
@@ -147,7 +148,7 @@ def save(run_dir: Path, layout: str, tied: bool, *overrides: str) -> tuple[Whole
         forbid_whole_tensors(patch)
         patch.setattr(tensor_files, "_write_at", counted)
         with CheckpointSaver(run_dir, run_config(*overrides), saved.processes, print) as saver:
-            saver.save(saved.llama, saved.state(), {"tokenizer.json": b"{}"})
+            saver.save(llama_files(saved.llama), saved.state(), {"tokenizer.json": b"{}"})
             with torch.no_grad():
                 for parameter in (*saved.llama.parameters(), *saved.reference.parameters()):
                     parameter.zero_()
@@ -188,7 +189,7 @@ def read(folder: Path, layout: str, tied: bool, run_dir: Path) -> tuple[Whole, i
         for name, parameter in saved.reference.named_parameters():
             parameter.copy_(state.reference[name])
         with CheckpointSaver(run_dir, run_config(), saved.processes, print) as saver:
-            saver.save(saved.llama, saved.state(), {})
+            saver.save(llama_files(saved.llama), saved.state(), {})
     local = sum(_local(p).numel() for p in saved.llama.parameters())
     return saved.whole(), sum(elements), 4 * local + len(list(saved.llama.parameters()))
 
@@ -208,7 +209,7 @@ def fail_on_rank(run_dir: Path, layout: str, rank: int, error: int) -> str:
         if dist.get_rank() == rank:
             patch.setattr(tensor_files, "_write_at", refuse)
         saver = CheckpointSaver(run_dir, run_config(), saved.processes, print)
-        saver.save(saved.llama, saved.state(), {})
+        saver.save(llama_files(saved.llama), saved.state(), {})
         with pytest.raises(UserError) as caught:
             saver.wait()
     return str(caught.value)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 def _step(*overrides: str) -> tuple[StepResult, dict[str, torch.Tensor]]:
     config, context = tiny_context(*overrides)
     phase = begin_phase(config, 0, context)
-    return phase.step(), context.llama.state_dict()
+    return phase.step(), context.model.module.state_dict()
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "attention"])

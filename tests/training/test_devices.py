@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
-from fastrl.training import phases
+from fastrl.training.llama_model import LlamaModel
 from fastrl.training.phases import Phase
 from fastrl.training.sampler import Sampler
 from fastrl.training.saving import CheckpointSaver
@@ -34,8 +34,8 @@ def test_sampling_evaluation_and_updates_use_no_default_device(
     replaced = (
         (Sampler, "_sample_batch"),
         (Phase, "_update"),
-        (phases, "evaluated"),
-        (phases, "frozen_copy"),
+        (LlamaModel, "logprobs"),
+        (LlamaModel, "frozen_copy"),
         (CheckpointSaver, "save"),
     )
     for holder, name in replaced:

@@ -9,10 +9,9 @@ import torch
 
 from fastrl import HeadOutput, OptimizerStep
 from fastrl.functional.batch import BatchKwargs
-from fastrl.models.llama import Llama
-from fastrl.training import phases
 from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.environment import Scores
+from fastrl.training.llama_model import LlamaModel
 from fastrl.training.phases import Phase
 from fastrl.training.step_metrics import UpdateMetrics
 from tests.helpers.runs import begin_phase, tiny, tiny_context
@@ -35,7 +34,7 @@ def _weights_after(index: int, num_steps: int, *overrides: str) -> dict[str, tor
     phase = begin_phase(config, index, context)
     for _ in range(num_steps):
         phase.step()
-    return {name: weight.clone() for name, weight in context.llama.state_dict().items()}
+    return {name: weight.clone() for name, weight in context.model.module.state_dict().items()}
 
 
 @pytest.mark.parametrize("loss", ["phases.1.losses={policy: {type: grpo}}", GSPO])
@@ -103,11 +102,11 @@ def test_the_first_update_gives_the_old_logprobs(
 ) -> None:
     """The weights, and every metric, of a run that computes `old_logprobs` beforehand."""
     evaluated: list[BatchKwargs] = []
-    evaluate = phases.evaluated
+    evaluate = LlamaModel.logprobs
 
-    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
+    def recorded(model: LlamaModel, batch: BatchKwargs) -> torch.Tensor:
         evaluated.append(batch)
-        return evaluate(llama, batch)
+        return evaluate(model, batch)
 
     def run(**more: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
         loss = f"type: {kind}, rollout_correction: {{high: 1.00001}}, kl: {{coefficient: 0.1}}"
@@ -119,10 +118,10 @@ def test_the_first_update_gives_the_old_logprobs(
         context = build_context(config, processes=processes_of(config))  # with its micro-sequences
         phase = begin_phase(config, 1, context)
         metrics = [phase.step().metrics for _ in range(2)]
-        return context.llama.state_dict(), metrics
+        return context.model.module.state_dict(), metrics
 
     options = dict(options)
-    monkeypatch.setattr(phases, "evaluated", recorded)
+    monkeypatch.setattr(LlamaModel, "logprobs", recorded)
     weights, metrics = run()
     # The reference takes one for every mini-batch.
     references = 2 * int(str(options["phases.1.mini_batches"]))
@@ -162,21 +161,21 @@ def test_updates_follow_the_schedule() -> None:
 def test_a_kl_term_pulls_to_the_policy_at_the_phases_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     kl = "phases.1.losses={policy: {type: grpo, kl: {coefficient: 0.5}}}"
     config, context = tiny_context(kl)
-    before = {name: weight.clone() for name, weight in context.llama.state_dict().items()}
+    before = {name: weight.clone() for name, weight in context.model.module.state_dict().items()}
     phase = begin_phase(config, 1, context)
-    models: list[Llama] = []
-    evaluated = phases.evaluated
+    models: list[LlamaModel] = []
+    evaluated = LlamaModel.logprobs
 
-    def recorded(llama: Llama, batch: BatchKwargs) -> torch.Tensor:
-        models.append(llama)
-        return evaluated(llama, batch)
+    def recorded(model: LlamaModel, batch: BatchKwargs) -> torch.Tensor:
+        models.append(model)
+        return evaluated(model, batch)
 
-    monkeypatch.setattr(phases, "evaluated", recorded)
+    monkeypatch.setattr(LlamaModel, "logprobs", recorded)
     first, second = phase.step(), phase.step()
-    assert phase.reference is not None
+    assert isinstance(phase.reference, LlamaModel)
     assert phase.reference in models
-    torch.testing.assert_close(phase.reference.state_dict(), before, rtol=0, atol=0)
-    assert all(not parameter.requires_grad for parameter in phase.reference.parameters())
+    torch.testing.assert_close(phase.reference.module.state_dict(), before, rtol=0, atol=0)
+    assert all(not parameter.requires_grad for parameter in phase.reference.module.parameters())
     assert second.metrics["policy/kl_ref"] > first.metrics["policy/kl_ref"] > 0
 
 
@@ -195,8 +194,8 @@ def test_groups_of_equal_rewards_are_dropped_on_request(monkeypatch: pytest.Monk
 def test_a_step_without_anything_to_learn_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config, context = tiny_context("phases.1.advantage.zero_variance=drop")
     _give_rewards(context, monkeypatch, [0.0] * 6 * 4)
-    before = {name: weight.clone() for name, weight in context.llama.state_dict().items()}
+    before = {name: weight.clone() for name, weight in context.model.module.state_dict().items()}
     result = begin_phase(config, 1, context).step()
     assert result.metrics["reward"] == 0
     assert "loss" not in result.metrics
-    torch.testing.assert_close(context.llama.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(context.model.module.state_dict(), before, rtol=0, atol=0)

@@ -9,7 +9,7 @@ import torch
 
 from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
-from fastrl.training.phases import evaluated
+from fastrl.training.llama_model import LlamaDecoder, LlamaModel
 from fastrl.training.sampler import Completion, Sampler
 from tests.helpers.runs import tiny_context
 
@@ -28,7 +28,8 @@ def _head_logprobs(
     tokens = prompt + completion.tokens
     document = Document(tokens=tokens, prompt_length=len(prompt), temperature=temperature)
     (batch,) = TokenBatch.from_documents([document]).to_kwargs()
-    logprobs = evaluated(sampler._llama, batch)
+    assert isinstance(sampler._decoder, LlamaDecoder)
+    logprobs = LlamaModel(sampler._decoder.llama, sampler._processes).logprobs(batch)
     numbers: list[float] = logprobs[len(prompt) - 1 : -1].tolist()
     return numbers
 
@@ -64,7 +65,7 @@ def test_temperature_0_takes_the_most_likely_token() -> None:
     for prompt, (completion,) in zip(PROMPTS, sampler.sample(PROMPTS, temperature=0), strict=True):
         tokens = list(prompt)
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
-            logits, _ = sampler._llama.prefill([tokens], 1)
+            logits, _ = sampler._decoder.prefill([tokens], 1)
             assert token == int(logits.argmax())
             assert logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-10)
             tokens.append(token)
@@ -76,7 +77,7 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> N
     number = 4000
     (group,) = sampler.sample([PROMPTS[2]], num_each=number, temperature=temperature)
     counts = Counter(completion.tokens[0] for completion in group)
-    logits, _ = sampler._llama.prefill([PROMPTS[2]], 1)
+    logits, _ = sampler._decoder.prefill([PROMPTS[2]], 1)
     probabilities = (logits[0] / temperature).softmax(-1)
     for token, probability in enumerate(probabilities.tolist()):
         deviation = (number * probability * (1 - probability)) ** 0.5

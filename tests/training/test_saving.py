@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fastrl.cli import main
-from fastrl.models.llama import Llama
 from fastrl.training import checkpoint, tensor_files
 from fastrl.training.checkpoint import latest_checkpoint
 from fastrl.training.log_files import read_metrics
 from fastrl.training.manifest import write_manifest
+from fastrl.training.model import ModelFiles
 from fastrl.training.phases import Phase, StepResult
 from fastrl.training.saving import CheckpointSaver
 from fastrl.training.trainer_state import TrainerState
@@ -48,10 +48,10 @@ def _hold_writes(patch: pytest.MonkeyPatch, last: int) -> list[int]:
             changed.notify_all()
         return result
 
-    def noted(saver: CheckpointSaver, llama: Llama, state: TrainerState, files: Any) -> None:
+    def noted(saver: CheckpointSaver, model: ModelFiles, state: TrainerState, files: Any) -> None:
         saver.wait()
         saved[0] = state.step
-        save(saver, llama, state, files)
+        save(saver, model, state, files)
 
     def held(*arguments: Any) -> None:
         with changed:

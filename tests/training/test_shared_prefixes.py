@@ -34,7 +34,7 @@ def _train(
     with monkeypatch.context() as patch:
         patch.setattr(TokenBatch, "from_documents", recorded)
         results = [phase.step() for _ in range(2)]
-    return context.llama.state_dict(), [result.metrics for result in results], sizes
+    return context.model.module.state_dict(), [result.metrics for result in results], sizes
 
 
 @pytest.mark.parametrize("max_tokens", [40, 10000])

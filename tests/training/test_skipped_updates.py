@@ -30,7 +30,7 @@ def test_rl28_an_update_with_bad_gradients_changes_nothing(
     results, weights, moments = [], [], []
     for _ in range(3):
         results.append(phase.step())
-        weights.append([p.detach().clone() for p in context.llama.parameters()])
+        weights.append([p.detach().clone() for p in context.model.module.parameters()])
         states = phase.optimizer.state.values()
         moments.append([value.clone() for state in states for value in state.values()])
     assert [result.metrics["skipped_updates"] for result in results] == [0, 1, 0]
@@ -87,9 +87,10 @@ def test_rl28_a_step_counts_the_updates_it_left_out(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_e21_a_broken_model_gives_no_tokens(temperature: float) -> None:
-    sampler = tiny_context()[1].sampler
+    context = tiny_context()[1]
+    sampler = context.sampler
     with torch.no_grad():
-        next(sampler._llama.parameters())[3, 0] = torch.nan
+        next(context.model.module.parameters())[3, 0] = torch.nan
     with pytest.raises(UserError, match=r"the model's logits, .* must be finite"):
         sampler.sample([[5, 12], [3, 3]], num_each=2, temperature=temperature)
 
