@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "layers": _FOUNDATION | {"functional"},
     "data": _FOUNDATION | {"functional"},
     "models": _MODELS,
-    "training": _TRAINING | {"environments"},
+    # A config that asks for a model of transformers has the trainer load it.
+    "training": _TRAINING | {"environments", "integrations"},
     "estimate": _FOUNDATION | {"functional", "layers", "models"},
     "commands": _TRAINING | {"environments", "estimate", "training"},
     "cli": {"config", "commands", "training"},  # of training, the exit code of Ctrl-C

@@ -25,6 +25,7 @@ from fastrl.config.losses import (
 from fastrl.config.model import LlamaConfig
 from fastrl.config.phases import AdvantageConfig, AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
+from fastrl.config.transformers_model import TransformersModelConfig, check_transformers_run
 
 
 class PretrainedLlamaConfig(Config):
@@ -40,7 +41,12 @@ class PretrainedLlamaConfig(Config):
     """The language-model head: its losses and how it computes them."""
 
 
-ModelConfig = Annotated[LlamaConfig | PretrainedLlamaConfig, Field(discriminator="type")]
+ModelConfig = Annotated[
+    LlamaConfig | PretrainedLlamaConfig | TransformersModelConfig, Field(discriminator="type")
+]
+
+_OF_A_FOLDER = ("pretrained", "transformers")
+"""Types of models that bring a tokenizer."""
 
 
 class LoggingConfig(Config):
@@ -169,7 +175,7 @@ class RunConfig(Config):
 
     tokenizer: TokenizerConfig = CharacterTokenizerConfig()
     """From text to tokens. `character` is for a model of `type: llama`, which learns its alphabet;
-    the default for `type: pretrained` is `pretrained`, the tokenizer of the model's folder."""
+    the default for a model from a folder is `pretrained`, the tokenizer of that folder."""
 
     environment: AnyEnvironmentConfig | None = None
     """Problems and rewards. Only runs on rollout files can do without; they have no held-out
@@ -211,21 +217,27 @@ class RunConfig(Config):
             return values
         model = values.get("model")
         kind = model.get("type") if isinstance(model, dict) else getattr(model, "type", None)
-        return values | {"tokenizer": {"type": "pretrained"}} if kind == "pretrained" else values
+        return values | {"tokenizer": {"type": "pretrained"}} if kind in _OF_A_FOLDER else values
 
     @model_validator(mode="after")
     def _check_tokenizer(self) -> Self:
         model, tokenizer = self.model.type, self.tokenizer.type
-        if (model, tokenizer) == ("pretrained", "character"):
+        if model in _OF_A_FOLDER and tokenizer == "character":
             raise ValueError(
-                "`tokenizer.type: character` must not be given with `model.type: pretrained`, whose"
+                f"`tokenizer.type: character` must not be given with `model.type: {model}`, whose"
                 " ids are another tokenizer's; leave `tokenizer` out to take the folder's own"
             )
         if (model, tokenizer) == ("llama", "pretrained"):
             raise ValueError(
-                "`tokenizer.type: pretrained` must be given with `model.type: pretrained` only, as"
-                " a new model has no folder; use `file` or `character`"
+                "`tokenizer.type: pretrained` must be given with `model.type: pretrained` or"
+                " `transformers` only, as a new model has no folder; use `file` or `character`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if isinstance(self.model, TransformersModelConfig):
+            check_transformers_run(self, self.model)
         return self
 
     def losses_of(self, phase: PhaseConfig) -> dict[str, AnyLossConfig]:

@@ -23,10 +23,16 @@ def estimate_run(config: RunConfig, tokens: int | None = None) -> str:
         tokens: of a packed sequence. Default: each phase's `max_tokens_per_micro_batch`.
 
     Raises:
-        UserError: the folder of a pretrained model cannot be read, or a strategy is not possible.
+        UserError: the folder of a pretrained model cannot be read, or its model is one of
+            transformers; a strategy is not possible.
     """
     if isinstance(config.model, LlamaConfig):
         model = config.model
+    elif config.model.type == "transformers":
+        raise UserError(
+            "`estimate` must have a `model` of `type: llama` or `pretrained`, got `transformers`,"
+            " whose code it does not know"
+        )
     else:
         from fastrl.models.checkpoint import read_llama_config
 

@@ -1,7 +1,8 @@
-"""The model of a run, as its config says."""
+"""The model of a run, as its config says: a Llama, or one of transformers."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import RunConfig
+from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.models.checkpoint import load_weights, read_llama_config
 from fastrl.models.llama import Llama
 from fastrl.training.llama_model import LlamaDecoder, LlamaModel
@@ -44,6 +46,8 @@ def build_model(
     Raises:
         UserError: the model cannot be made, or not for this run.
     """
+    if isinstance(config.model, TransformersModelConfig):
+        return _build_transformers(config, config.model, tokenizer, processes, checkpoint)
     folder = model_folder(config, checkpoint)
     llama_config = _llama_config(config, tokenizer, folder)
     if with_weights:
@@ -51,6 +55,29 @@ def build_model(
     else:
         llama = Llama(llama_config, device="meta")
     return LlamaModel(llama, processes), LlamaDecoder(llama, processes)
+
+
+def _build_transformers(
+    config: RunConfig,
+    model_config: TransformersModelConfig,
+    tokenizer: Tokenizer,
+    processes: Processes,
+    checkpoint: Path | None,
+) -> tuple[TrainedModel, Decoder]:
+    try:
+        from fastrl.integrations.transformers.trained import Build, TransformersModel
+
+        if model_config.lora is not None:
+            importlib.import_module("fastrl.integrations.transformers.adapters")
+    except ImportError as error:
+        raise UserError(
+            f"`model.type: transformers` needs a package that is not there ({error}); install it"
+            " with: pip install 'fastrl[integrations]'"
+        ) from error
+    dtype, samples = getattr(torch, config.dtype), config.environment is not None
+    model = TransformersModel(Build(model_config, dtype, samples, checkpoint), processes)
+    _check_vocabulary(model.limits.vocab_size, tokenizer, str(model_config.path))
+    return model, model.decoder()
 
 
 def _llama_config(config: RunConfig, tokenizer: Tokenizer, folder: Path | None) -> LlamaConfig:

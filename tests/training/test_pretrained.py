@@ -224,7 +224,7 @@ def test_b1_end_tokens_beyond_the_embedding_are_refused(folder: Path) -> None:
         (
             {"type": "llama"},
             {"type": "pretrained"},
-            "`tokenizer.type: pretrained` must be given with `model.type: pretrained` only",
+            "`tokenizer.type: pretrained` must be given with `model.type: pretrained` or",
         ),
     ],
 )
