@@ -10,12 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fastrl.cli import main
 from fastrl.training.checkpoint import latest_checkpoint
 from tests.helpers.torchrun import torchrun
 from tests.helpers.transformers_runs import write_folder, write_run
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 
 OPTIONS = (
     "phases.0.steps=3",
@@ -45,7 +42,7 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
     layout, model = CASES[name]
     config = str(write_run(write_folder(tmp_path / "model", "qwen3"), **model))
     one, two = tmp_path / "one", tmp_path / "two"
-    assert main(["train", config, "--run-dir", str(one), *OPTIONS]) == 0
+    assert torchrun(1, "fastrl", "train", config, "--run-dir", str(one), *OPTIONS).returncode == 0
     done = torchrun(2, "fastrl", "train", config, "--run-dir", str(two), *OPTIONS, *layout)
     assert done.returncode == 0, done.stderr
     for found, expected in zip(_metrics(two), _metrics(one), strict=True):
@@ -58,6 +55,3 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
         assert weights.keys() == expected_weights.keys()
         for key, weight in expected_weights.items():
             torch.testing.assert_close(weights[key], weight, rtol=1e-4, atol=1e-6)
-    if name == "fsdp2":  # and goes on in one process
-        more = ["train", config, "--run-dir", str(two), "--resume", *OPTIONS, *layout]
-        assert torchrun(2, "fastrl", *more).returncode == 0
