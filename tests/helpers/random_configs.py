@@ -46,7 +46,7 @@ LEFT_OUT = {
     "paths", "path", "task", "config", "device", "num_threads", "compile", "characters", "name",
     "end_token", "end_tokens", "data", "sequence_data", "tensor", "steps", "ignore", "prompt",
     "reward_columns", "question_pattern", "betas", "type", "preset", "limits", "fence", "workers",
-    "tokenizer",
+    "tokenizer", "project", "wandb", "trackio",
 }  # fmt: skip
 _LOSS: TypeAdapter[Any] = TypeAdapter(AnyLossConfig)
 
