@@ -157,6 +157,23 @@ def test_adapters_alone_are_trained_and_the_reference_is_the_model_without(tmp_p
         assert weight.equal(before[name]) != ("lora_" in name), name
 
 
+def test_adapters_follow_from_the_seed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(write_folder(tmp_path / "model"), lora=LORA)
+    config = config.model_copy(update={"environment": None})
+    drawn = [_weights(build_context(config))]
+
+    def load_and_draw(folder: Path, dtype: torch.dtype) -> Any:
+        torch.rand(7)
+        return load_folder(folder, dtype)
+
+    monkeypatch.setattr(trained, "load_folder", load_and_draw)
+    drawn.append(_weights(build_context(config)))
+    for name, weight in drawn[0].items():
+        assert weight.equal(drawn[1][name]), name
+
+
 def _interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second step of the second phase."""
     step = Phase.step

@@ -27,8 +27,8 @@ _NAME = "default"
 def with_adapters(model: Model, config: LoraConfig, path: Path) -> Any:
     """PEFT's model around `model`, whose own weights are frozen.
 
-    The adapters start as PEFT has them, A drawn from torch's global generator and B at zero, so
-    that the policy is the model's.
+    The adapters start as PEFT has them, A drawn by the seed of torch's global generator and B at
+    zero, so that the policy is the model's.
 
     Args:
         model: with its weights.
@@ -46,14 +46,13 @@ def with_adapters(model: Model, config: LoraConfig, path: Path) -> Any:
         target_modules=modules if isinstance(modules, str) else list(modules),
         task_type="CAUSAL_LM",
     )
-    drawn = torch.get_rng_state()
     try:
         adapted = peft.get_peft_model(model, options)
     except ValueError as error:
         raise UserError(f"`model.lora`: {error}") from error
-    # Drawn again in the model's order: PEFT takes layers in that of a set, which each process has
-    # another of.
-    torch.set_rng_state(drawn)
+    # Drawn again, whatever loading the model has drawn, and in the model's order: PEFT
+    # takes layers in that of a set, which each process has another of.
+    torch.manual_seed(torch.initial_seed())
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters(_NAME, init_lora_weights=True)
