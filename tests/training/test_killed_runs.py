@@ -1,4 +1,7 @@
-"""A run that is killed at any file operation goes on as if nothing had been: no line is missing."""
+"""A run that is killed at any file operation goes on as if nothing had been: no line is missing.
+
+Here at some; `python -m tests.faults` kills a smaller run at each.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +65,6 @@ def _places(whole: Whole, number: int) -> list[int]:
     """Operations spread over the run, one at random in each of equal parts."""
     drawn, size = random.Random(0), whole.num_operations / number
     return [int(size * (part + drawn.random())) for part in range(number)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_rl14_a_run_killed_at_each_file_operation_resumes(
-    tmp_path: Path, whole: Whole, part: int
-) -> None:
-    for place in range(part, whole.num_operations, 8):
-        _kill_and_resume(tmp_path, whole, place)
 
 
 def test_rl14_a_run_killed_at_some_file_operations_resumes(tmp_path: Path, whole: Whole) -> None:
