@@ -158,7 +158,10 @@ def latest_checkpoint(run_dir: Path) -> Path:
         whole = _whole_before(folder, name, config, digest)
         offer = "no checkpoint before it is whole"
         if whole is not None:
-            offer = f"{whole} before it is whole: write that name into {latest} to go on from it"
+            offer = (
+                f"{whole} before it is whole: to go on from that, move {name} away and write "
+                f"{whole} into {latest}"
+            )
         raise UserError(f"{error}\nthe latest checkpoint cannot be used; {offer}") from error
     return folder / name
 

@@ -65,7 +65,6 @@ def _follows_the_offer(place: Place) -> None:
     place.is_refused(ended, "the latest checkpoint cannot be used")
     offer = re.search(r"(\S+) before it is whole", ended.err)
     assert offer is not None, ended.err
-    # Only its manifest says that it is the run's, which else would replace it.
     place.checkpoint.rename(place.folder / "damaged")
     (place.run / "checkpoints" / "latest").write_text(f"{offer[1]}\n", encoding="utf-8")
     place.goes_on()

@@ -302,7 +302,8 @@ def test_rl7_every_damaged_file_is_named_and_the_checkpoint_before_offered(run: 
             error = str(caught.value)
             # A damaged manifest may tell of another file.
             assert error.startswith(f"{run.last}/" if "manifest" in file.name else f"{file}: must ")
-            assert "rl-000004 before it is whole: write that name into " in error
+            offer = f"rl-000004 before it is whole: to go on from that, move {run.last.name} away"
+            assert offer in error
         file.unlink()
         with pytest.raises(UserError, match="rl-000004 before it is whole"):
             latest_checkpoint(run.folder)
