@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
@@ -181,7 +182,11 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=bound)
+        shared, rank, size = next(rendezvous("env://", timeout=bound))
+        # torchrun's restarts share its store, where the addresses of the dead are still to be read.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = dist.PrefixStore(f"attempt {attempt}", shared)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=bound)
     mesh = device_mesh(
         data=config.data,
         sequence_data=config.sequence_data,
