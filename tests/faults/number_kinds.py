@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fastrl.training import phases
+from fastrl.training import llama_model, phases
 from tests.faults.kinds import Case, Kind, saved_before
 from tests.faults.places import STEPS, Place
 
@@ -23,8 +23,9 @@ def _spoil(tensor: torch.Tensor, value: float) -> None:
 
 def _spoil_in_update(number: int, value: float, what: str) -> None:
     """Spoils a gradient before the sum over ranks, or a weight after the n-th update, from 1."""
-    name = {"gradient": "reduce_gradients", "weight": "apply_update"}[what]
-    function: Callable[..., Any] = getattr(phases, name)
+    places = {"gradient": (llama_model, "reduce_gradients"), "weight": (phases, "apply_update")}
+    module, name = places[what]
+    function: Callable[..., Any] = getattr(module, name)
     calls = 0
 
     def spoiling(owner: Any, *arguments: Any) -> Any:
@@ -37,7 +38,7 @@ def _spoil_in_update(number: int, value: float, what: str) -> None:
             _spoil(owner.param_groups[0]["params"][0], value)
         return result
 
-    setattr(phases, name, spoiling)
+    setattr(module, name, spoiling)
 
 
 def _on(rank: int, number: int, value: float, what: str) -> Any:
