@@ -31,6 +31,14 @@ ActivationCheckpointing = Annotated[Recomputed | bool, AfterValidator(_of_flag)]
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
+# Options that an architecture does not leave open.
+FIXED_OPTIONS: dict[Architecture, dict[str, Any]] = {
+    "llama": {"sliding_window": None},
+    "mistral": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"attention_bias": True, "mlp_bias": False},
+    "qwen3": {"mlp_bias": False},
+}
+
 
 class LlamaConfig(Config):
     """Architecture of the reference Llama; names and defaults follow Hugging Face's LlamaConfig.
@@ -146,13 +154,7 @@ class LlamaConfig(Config):
 
     @model_validator(mode="after")
     def _check_architecture(self) -> LlamaConfig:
-        fixed: dict[Architecture, dict[str, Any]] = {
-            "llama": {"sliding_window": None},
-            "mistral": {"attention_bias": False, "mlp_bias": False},
-            "qwen2": {"attention_bias": True, "mlp_bias": False},
-            "qwen3": {"mlp_bias": False},
-        }
-        for name, value in fixed[self.architecture].items():
+        for name, value in FIXED_OPTIONS[self.architecture].items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"`{name}` must be {value} with `architecture` {self.architecture!r}, got "

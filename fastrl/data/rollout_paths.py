@@ -10,8 +10,10 @@ from fastrl.config.base import UserError
 from fastrl.data.rollouts import SUFFIXES
 
 
-def rollout_files(paths: Iterable[str]) -> list[str]:
-    """The rollout files of paths, in the order of the paths and by name within each.
+def rollout_files(paths: Iterable[str]) -> dict[str, str]:
+    """The rollout files of paths, each with the path that means it.
+
+    They are in the order of the paths, and by name within each.
 
     Args:
         paths: files; folders, whose rollout files are meant, without those of their folders;
@@ -32,7 +34,7 @@ def rollout_files(paths: Iterable[str]) -> list[str]:
                     "documents would count twice"
                 )
             found[place] = (file, path)
-    return [file for file, _ in found.values()]
+    return dict(found.values())
 
 
 def _files_of(path: str) -> list[str]:

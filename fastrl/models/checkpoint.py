@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def read_llama_config(
     """
     folder = Path(path)
     source = folder / CONFIG_FILE
-    config = llama_config_from_hf(_read_json(source), head=head, source=str(source))
+    config = llama_config_from_hf(read_json(source), head=head, source=str(source))
     files = _weight_files(folder)
     if config.tie_word_embeddings and not _is_tied(files):
         warnings.warn(
@@ -159,10 +159,7 @@ def _check_tensors(
                     problems.append(f"`{name}` must have shape {expected}, got {shape}")
                 if name in parameters and dtype not in FLOAT_DTYPES:
                     problems.append(f"`{name}` must be of {', '.join(FLOAT_DTYPES)}, got {dtype}")
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise UserError(f"{folder}: the weights do not fit the model:\n{shown}{more}")
+    refuse_misfits(folder, "weights", problems)
 
 
 def _is_tied(files: dict[str, Path]) -> bool:
@@ -194,7 +191,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if (folder / WEIGHTS_FILE).exists():
         files = dict.fromkeys(_tensor_names(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
     elif index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: must have a mapping `weight_map` of tensors to files")
         for file in weight_map.values():
@@ -215,16 +212,29 @@ def _tensor_names(file: Path) -> list[str]:
         return sorted(tensors.keys())
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+        UserError: the file is missing or malformed.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: must be JSON in UTF-8: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: must be a JSON object")
+        raise UserError(f"{file}: must be a JSON object, is a {type(values).__name__}")
     return values
+
+
+def refuse_misfits(source: Path, what: str, problems: Sequence[str]) -> None:
+    """Raises one error that lists the first of the problems of tensors, if there are any."""
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise UserError(f"{source}: the {what} do not fit the model:\n{shown}{more}")
 
 
 def save_llama(
@@ -272,11 +282,10 @@ def save_llama(
 def _write_folder(llama: Llama, folder: Path, max_shard_bytes: int) -> None:
     parameters = dict(llama.named_parameters())
     files = weight_files(parameters, max_shard_bytes)
-    for file in sorted(set(files.values())):
+    for file, held in by_file(parameters, files).items():
         tensors = {
-            name: whole_tensor(parameters[name].detach()).cpu().contiguous()
-            for name, holder in files.items()
-            if holder == file
+            name: whole_tensor(parameter.detach()).cpu().contiguous()
+            for name, parameter in held.items()
         }
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -302,6 +311,16 @@ def weight_files(
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         files |= dict.fromkeys(names, file if len(shards) > 1 else WEIGHTS_FILE)
     return files
+
+
+def by_file(
+    tensors: Mapping[str, Tensor], files: Mapping[str, str]
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each of `weight_files`, by name."""
+    held: dict[str, dict[str, Tensor]] = {file: {} for file in files.values()}
+    for name, tensor in tensors.items():
+        held[files[name]][name] = tensor
+    return held
 
 
 def json_files(llama: Llama, files: Mapping[str, str]) -> dict[str, bytes]:

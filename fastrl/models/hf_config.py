@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastrl.config import HeadOptions, LlamaConfig, UserError, parse_config
-from fastrl.config.model import Architecture
+from fastrl.config.model import FIXED_OPTIONS, Architecture
 from fastrl.config.rope import DefaultRopeConfig
 
 _SAME_NAME = (
@@ -24,13 +24,8 @@ _SAME_NAME = (
     "eos_token_id",
     "pad_token_id",
 )
-# Options that only these models of transformers have; in others they follow from the architecture.
-_BIASES: dict[Architecture, tuple[str, ...]] = {
-    "llama": ("attention_bias", "mlp_bias"),
-    "mistral": (),
-    "qwen2": (),
-    "qwen3": ("attention_bias",),
-}
+# Options of the models of transformers whose architecture leaves them open.
+_BIASES = ("attention_bias", "mlp_bias")
 _CLASSES: dict[Architecture, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -130,8 +125,7 @@ def llama_config_from_hf(
             raise UserError(f"{source}: `{name}` must be {wanted}, got {hf[name]!r}")
     architecture: Architecture = hf.get("model_type", "llama")
     values: dict[str, Any] = {"architecture": architecture} | _HF_DEFAULTS[architecture]
-    names = _SAME_NAME + _BIASES[architecture]
-    values |= {name: hf[name] for name in names if name in hf}
+    values |= {name: hf[name] for name in _same_names(architecture) if name in hf}
     values["sliding_window"] = _window_from_hf(hf, architecture, source)
     for name in ("num_key_value_heads", "head_dim"):
         if values.get(name) is None:
@@ -140,6 +134,12 @@ def llama_config_from_hf(
     values["head"] |= {ours: hf[theirs] for theirs, ours in _HEAD_KEYS.items() if theirs in hf}
     values["rope"] = _rope_from_hf(hf, source)
     return parse_config(LlamaConfig, values, source=source)
+
+
+def _same_names(architecture: Architecture) -> list[str]:
+    """The options that have one name in config.json and here."""
+    fixed = FIXED_OPTIONS[architecture]
+    return [*_SAME_NAME, *(name for name in _BIASES if name not in fixed)]
 
 
 def _window_from_hf(hf: dict[str, Any], architecture: Architecture, source: str) -> int | None:
@@ -215,7 +215,7 @@ def llama_config_to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    hf |= {name: getattr(config, name) for name in _SAME_NAME + _BIASES[architecture]}
+    hf |= {name: getattr(config, name) for name in _same_names(architecture)}
     if architecture != "llama":
         hf["sliding_window"] = window
     if architecture in ("qwen2", "qwen3"):

@@ -112,6 +112,9 @@ class FileRollouts:
         named: list[tuple[str, Document]] = []
         require = tuple(field for column, field in BATCH_COLUMNS.items() if column in columns)
         paths = rollout_files(config.paths)
+        meant: dict[str, list[str]] = {}
+        for file, path in paths.items():
+            meant.setdefault(path, []).append(file)
         for path in paths:
             documents = files.documents(path, require, config)
             read.append(documents)
@@ -127,7 +130,7 @@ class FileRollouts:
                         " got none"
                     )
         check_same_columns(named)
-        check_any_learned(paths, (document for _, document in named))
+        check_any_learned(tuple(paths), (document for _, document in named))
         if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
             raise UserError(
                 f"`advantage.shaping` must not be given, as all documents of "
@@ -136,7 +139,6 @@ class FileRollouts:
         self.items = ShuffledItems(group_over_files(read), seed)
         self.longest = max(len(document.tokens) for _, document in named)
         # Of a folder or pattern, which files it means.
-        meant = {path: rollout_files([path]) for path in config.paths}
         self.digests: Mapping[str, str] = {path: files.digest(path) for path in paths} | {
             path: hashlib.sha256("\0".join(found).encode()).hexdigest()
             for path, found in meant.items()

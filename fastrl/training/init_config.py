@@ -20,8 +20,6 @@ from fastrl.models.llama import Llama
 from fastrl.training.display import print_line
 from fastrl.training.tokenizer import Tokenizer, build_tokenizer
 
-DEFAULT_TASK = "chain_sum"
-
 _SMALL = 50_000_000
 """Parameters below which a model takes larger steps."""
 
@@ -40,7 +38,7 @@ class _Facts:
     problem: Problem
 
 
-def init_config(folder: Path, file: Path, *, task: str = DEFAULT_TASK) -> int:
+def init_config(folder: Path, file: Path, *, task: str) -> int:
     """Writes the config and says what to do with it; the exit code is 0.
 
     Args:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from fastrl.data.batch import BatchKwargs
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.models.attention import KVCache
-from fastrl.models.checkpoint import json_files, weight_files
+from fastrl.models.checkpoint import by_file, json_files, weight_files
 from fastrl.models.flops import TrainingFlops
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
@@ -91,10 +91,7 @@ def llama_files(llama: Llama) -> ModelFiles:
     """A Llama's folder in Hugging Face's format."""
     parameters = dict(llama.named_parameters())
     holders = weight_files(parameters)
-    tensors: dict[str, dict[str, Tensor]] = {file: {} for file in holders.values()}
-    for name, parameter in parameters.items():
-        tensors[holders[name]][name] = parameter
-    return ModelFiles(tensors, json_files(llama, holders))
+    return ModelFiles(by_file(parameters, holders), json_files(llama, holders))
 
 
 class LlamaDecoder:

@@ -122,11 +122,6 @@ def iter_metrics(folder: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics file."""
-    return list(iter_metrics(folder))
-
-
 def drop_records_after(folder: Path, step: int, new_phase: str | None) -> list[str]:
     """Drops the lines that a run wrote after the checkpoint that it resumes from.
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.config.base import Config
-from fastrl.training.trainer_state import read_json
+from fastrl.models.checkpoint import read_json
 
 MANIFEST_FILE = "manifest.json"
 

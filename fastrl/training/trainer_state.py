@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.config.base import Config
-from fastrl.models.checkpoint import FLOAT_DTYPES, read_part
+from fastrl.models.checkpoint import FLOAT_DTYPES, read_json, read_part, refuse_misfits
 from fastrl.parallel import local_part, with_layout_of
 
 TRAINER_FOLDER = "trainer"
@@ -164,23 +164,6 @@ def trained_names(module: nn.Module) -> list[str]:
     return [name for name, p in sorted(parameters, key=lambda named: named[1].ndim <= 1)]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object of a JSON file.
-
-    Raises:
-        UserError: the file is missing or malformed.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: must be JSON in UTF-8: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: must be a JSON object, is a {type(values).__name__}")
-    return values
-
-
 def _optimizer_tensors(llama: nn.Module) -> dict[str, Tensor]:
     """What the tensors of an optimizer's state must be like, by their name in the file."""
     wanted: dict[str, Tensor] = {}
@@ -317,7 +300,4 @@ def _check_tensors(
             problems.append(
                 f"`{name}` must have shape {needed[0]} and {needed[1]}, got {shape} and {dtype}"
             )
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise UserError(f"{file}: the tensors do not fit the model:\n{shown}{more}")
+    refuse_misfits(file, "tensors", problems)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastrl.cli import main
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "adding_an_environment.md"
 
@@ -27,7 +27,7 @@ def test_the_page_trains(
     Path("run.yaml").write_text(config, encoding="utf-8")
     quiet = ["logging.report=false", "logging.tensorboard=false"]
     assert main(["train", "run.yaml", "--run-dir", "run", *quiet]) == 0
-    records = [record for record in read_metrics(Path("run")) if "reward" in record]
+    records = [record for record in iter_metrics(Path("run")) if "reward" in record]
     assert [record["score_timeouts"] for record in records] == [0] * 5
     # An untrained model writes much that is no number, which `int` refuses.
     assert all(0 < record["score_errors"] < 32 * 16 for record in records)

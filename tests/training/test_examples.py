@@ -9,7 +9,7 @@ from fastrl.config import RunConfig, load_config
 from fastrl.config.environment import PretrainedTokenizerConfig
 from fastrl.config.training import PretrainedLlamaConfig
 from fastrl.training.environment import RunEnvironment
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -72,7 +72,7 @@ def test_a_task_of_30_lines_is_trained_scored_and_sampled(
     config, run = str(EXAMPLES / "my_task.yaml"), tmp_path / "run"
     shorter = ["phases.0.steps=12", "phases.1.steps=10", "logging.report=false"]
     assert main(["train", config, "--run-dir", str(run), *shorter]) == 0
-    records = read_metrics(run)
+    records = [*iter_metrics(run)]
     rewards = [record["heldout/reward"] for record in records if "heldout/reward" in record]
     assert rewards[-1] > rewards[0] + 0.05  # learned something
     steps = [record for record in records if "reward" in record]

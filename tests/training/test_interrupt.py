@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from fastrl.training.phases import Phase, StepResult
 from tests.helpers.runs import FinishedRun, final_weights, write_tiny
 
@@ -54,7 +54,7 @@ def test_ctrl_c_saves_and_resume_gives_the_uninterrupted_run(
     resumed, whole = (
         [
             {name: record[name] for name in names if name in record}
-            for record in read_metrics(folder)
+            for record in iter_metrics(folder)
         ]
         for folder in (run, finished.folder)
     )
@@ -82,9 +82,9 @@ def test_resume_after_a_phase_begins_the_next_one(
 
     assert main([*command, "--resume"]) == 0
     torch.testing.assert_close(final_weights(run), final_weights(finished.folder), rtol=0, atol=0)
-    steps = [r["step"] for r in read_metrics(run) if "loss" in r]
+    steps = [r["step"] for r in iter_metrics(run) if "loss" in r]
     assert steps == list(range(1, 17))
-    rewards = [r["step"] for r in read_metrics(run) if "heldout/reward" in r]
+    rewards = [r["step"] for r in iter_metrics(run) if "heldout/reward" in r]
     assert rewards == [0, 12, 16]
 
 

@@ -13,7 +13,7 @@ import torch
 from fastrl.cli import main
 from fastrl.config import UserError
 from fastrl.data.rollouts import read_rollouts
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from tests.helpers.runs import FinishedRun, begin_phase, final_weights, tiny_context
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "make_rollouts.py"
@@ -56,7 +56,7 @@ def test_b6_offline_from_one_run_to_another(
     run = tmp_path / "run"
     assert main(["train", str(config), "--run-dir", str(run)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    records = read_metrics(run)
+    records = [*iter_metrics(run)]
     ends = {
         name: [record[f"policy/{name}"] for record in (records[0], records[-1])]
         for name in ("clip_fraction", "kl_old_new")

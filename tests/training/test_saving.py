@@ -11,7 +11,7 @@ import pytest
 from fastrl.cli import main
 from fastrl.training import checkpoint, tensor_files
 from fastrl.training.checkpoint import latest_checkpoint
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from fastrl.training.manifest import write_manifest
 from fastrl.training.model import ModelFiles
 from fastrl.training.phases import Phase, StepResult
@@ -118,7 +118,7 @@ def test_a_failed_write_ends_the_run_soon_with_one_message(
     assert error.count("\n") == 1
     assert {path.name for path in checkpoints.iterdir()} == {"latest", "supervised-000100"}
     assert latest_checkpoint(run).name == "supervised-000100"
-    assert 200 <= read_metrics(run)[-1]["step"] < 300
+    assert 200 <= [*iter_metrics(run)][-1]["step"] < 300
 
 
 def test_an_error_of_the_run_waits_for_the_write(

@@ -11,8 +11,8 @@ import torch
 
 from fastrl.cli import main
 from fastrl.config import UserError
+from fastrl.models.checkpoint import read_json
 from fastrl.training.checkpoint import latest_checkpoint
-from fastrl.training.trainer_state import read_json
 from tests.helpers.poisoned import poison
 from tests.helpers.runs import begin_phase, final_weights, tiny_context, write_tiny
 

@@ -13,7 +13,7 @@ import pytest
 from fastrl.cli import main
 from fastrl.config import ConfigError
 from fastrl.training import trackers
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from tests.helpers.runs import tiny, write_tiny
 
 # Stands in for both packages: each call of a run is a line of a file.
@@ -62,7 +62,7 @@ def test_trackers_get_the_metrics_and_a_resumed_run_goes_on_in_its_own(
     run = tmp_path / "run"
     command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *options]
     assert main(command) == 0
-    records = read_metrics(run)
+    records = [*iter_metrics(run)]
     wandb, trackio = _calls(site, "wandb"), _calls(site, "trackio")
     ids = json.loads((run / "trackers.json").read_text(encoding="utf-8"))
     for name, calls in (("wandb", wandb), ("trackio", trackio)):

@@ -11,7 +11,7 @@ import torch
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
 from fastrl.models.checkpoint import load_llama
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from tests.helpers.runs import FinishedRun, final_weights, tiny, write_tiny
 
 
@@ -32,7 +32,7 @@ def test_the_last_line_compares_the_heldout_reward(finished: FinishedRun) -> Non
     last = finished.out.splitlines()[-1]
     match = re.fullmatch(r"held-out reward: (\d\.\d\d) -> (\d\.\d\d) \(grpo, \d+ s\)", last)
     assert match is not None, last
-    rewards = [r["heldout/reward"] for r in read_metrics(finished.folder) if "heldout/reward" in r]
+    rewards = [r["heldout/reward"] for r in iter_metrics(finished.folder) if "heldout/reward" in r]
     assert len(rewards) == 2 + 5 + 1 + 1  # before each phase; every 2 steps within; at the end
     assert match.groups() == (f"{rewards[6]:.2f}", f"{rewards[-1]:.2f}")
 
@@ -40,7 +40,7 @@ def test_the_last_line_compares_the_heldout_reward(finished: FinishedRun) -> Non
 def test_the_supervised_phase_learns(finished: FinishedRun) -> None:
     losses = [
         r["loss"]
-        for r in read_metrics(finished.folder)
+        for r in iter_metrics(finished.folder)
         if r["phase"] == "supervised" and "loss" in r
     ]
     assert len(losses) == 12
@@ -48,7 +48,7 @@ def test_the_supervised_phase_learns(finished: FinishedRun) -> None:
 
 
 def test_metrics_hold_what_a_plot_needs(finished: FinishedRun) -> None:
-    records = [r for r in read_metrics(finished.folder) if "reward" in r]
+    records = [r for r in iter_metrics(finished.folder) if "reward" in r]
     assert [record["step"] for record in records] == [13, 14, 15, 16]
     for record in records:
         assert {"policy/entropy", "policy/clip_fraction", "policy/loss", "grad_norm"} <= set(record)
@@ -74,7 +74,7 @@ def test_tensorboard_has_the_same_numbers(finished: FinishedRun) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(finished.folder / "tensorboard")).Reload()
-    rewards = [r for r in read_metrics(finished.folder) if "reward" in r]
+    rewards = [r for r in iter_metrics(finished.folder) if "reward" in r]
     written = [(event.step, event.value) for event in events.Scalars("rl/reward")]
     assert written == [(r["step"], pytest.approx(r["reward"])) for r in rewards]
 
@@ -94,7 +94,7 @@ def test_eval_gives_the_reward_of_the_run(
     finished: FinishedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(finished.folder)]) == 0
-    reward = read_metrics(finished.folder)[-1]["heldout/reward"]
+    reward = [*iter_metrics(finished.folder)][-1]["heldout/reward"]
     assert capsys.readouterr().out.splitlines()[-1] == f"held-out reward: {reward:.3f}"
 
 
@@ -119,9 +119,9 @@ def test_sample_completes_a_prompt(
 def test_a_seed_gives_one_run(tmp_path: Path, finished: FinishedRun) -> None:
     again = _train(tmp_path, "again", "evaluation.every=2")
     other = _train(tmp_path, "other", "evaluation.every=2", "seed=4")
-    metrics = _without_times(read_metrics(finished.folder))
-    assert _without_times(read_metrics(again)) == metrics
-    assert _without_times(read_metrics(other)) != metrics
+    metrics = _without_times([*iter_metrics(finished.folder)])
+    assert _without_times([*iter_metrics(again)]) == metrics
+    assert _without_times([*iter_metrics(other)]) != metrics
     torch.testing.assert_close(final_weights(again), final_weights(finished.folder), rtol=0, atol=0)
 
 

@@ -19,7 +19,7 @@ from fastrl.config.losses import AnyLossConfig, BuiltInLossConfig
 from fastrl.config.yaml_text import parse_yaml
 from fastrl.data.rollouts import write_rollouts
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss
-from fastrl.training.log_files import read_metrics
+from fastrl.training.log_files import iter_metrics
 from tests.helpers.batches import content_hidden, pack, ragged_documents
 from tests.helpers.loss_cases import policy_documents
 from tests.helpers.runs import tiny, write_tiny
@@ -75,7 +75,7 @@ def test_a_run_trains_with_a_loss_by_import_path(
     path, run = write_tiny(tmp_path), tmp_path / "run"
     assert main(["train", str(path), "--run-dir", str(run), losses]) == 0
     assert f"({kind}, " in capsys.readouterr().out.splitlines()[-1]
-    records = [record for record in read_metrics(run) if "policy/ratio" in record]
+    records = [record for record in iter_metrics(run) if "policy/ratio" in record]
     assert len(records) == 4
     # What was resolved is read again: by `eval`, and to go on.
     assert load_config(RunConfig, run / "config.yaml") == tiny(losses)
@@ -101,7 +101,7 @@ def test_it_is_the_built_in_loss_that_it_is_written_like(example: Path, tmp_path
         ]
         run = tmp_path / str(name)
         assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *overrides]) == 0
-        metrics.append([record.get("policy/loss") for record in read_metrics(run)])
+        metrics.append([record.get("policy/loss") for record in iter_metrics(run)])
     assert metrics[0] == metrics[1]
     assert any(metrics[0])
 

@@ -17,12 +17,11 @@ from transformers.utils import logging
 
 from fastrl.config.base import UserError
 from fastrl.integrations.transformers.output_layer import Model
-from fastrl.models.checkpoint import index_files, weight_files
+from fastrl.models.checkpoint import CONFIG_FILE, by_file, index_files, read_json, weight_files
 from fastrl.parallel import whole_tensor
 from fastrl.training.model import ModelFiles
 from fastrl.training.tokenizer_folder import GENERATION_CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 # The weights in the dtype of training, where that of the folder has fewer bits.
 MASTER_FILE = "trainer/weights.safetensors"
@@ -69,7 +68,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Model:
 
 def _check_config(folder: Path) -> None:
     """Refuses what transformers would ask about, or would do otherwise than a run needs."""
-    config = _read_config(folder)
+    config = read_json(folder / CONFIG_FILE)
     if "quantization_config" in config:
         raise UserError(
             f"{folder / CONFIG_FILE}: `quantization_config` must not be there, as quantised weights"
@@ -80,19 +79,6 @@ def _check_config(folder: Path) -> None:
             f"{folder / CONFIG_FILE}: `auto_map` must not be there: it names code of the folder,"
             " which is not run; transformers must have the model itself"
         )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_FILE
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{file}: must be JSON in UTF-8: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: must be a JSON object")
-    return values
 
 
 def _line(error: Exception) -> str:
@@ -108,7 +94,7 @@ class ModelFolder:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        config = _read_config(folder)
+        config = read_json(folder / CONFIG_FILE)
         name = config.get("dtype", config.get("torch_dtype"))
         named = getattr(torch, name, None) if isinstance(name, str) else None
         self.dtype: torch.dtype = named if isinstance(named, torch.dtype) else dtype
@@ -125,9 +111,7 @@ class ModelFolder:
             whole = {name: whole_tensor(tensor).cpu() for name, tensor in stored.items()}
             stored = revert_weight_conversion(model, whole)
         holders = weight_files(stored)
-        tensors: dict[str, dict[str, Tensor]] = {file: {} for file in holders.values()}
-        for name, tensor in stored.items():
-            tensors[holders[name]][name] = tensor
+        tensors = by_file(stored, holders)
         if any(tensor.dtype != self.dtype for tensor in parameters.values()):
             tensors[MASTER_FILE] = parameters
         contents = {CONFIG_FILE: self._config_file, **index_files(stored, holders)}
