@@ -9,7 +9,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +39,11 @@ class Injection:
     error: str
 
 
-@contextmanager
-def shared_folder(ranks: Sequence[int]) -> Iterator[Shared]:
-    """What injections on these numbers of ranks need, in memory where there is such a disk."""
-    torch.set_num_threads(1)
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="faults-", dir=parent) as folder:
-        shared = Shared(Path(folder))
-        shared.make(ranks, at("step", STOPPED, send_sigterm))
-        yield shared
+def _make(folder: str, ranks: Sequence[int]) -> Shared:
+    """What injections on these numbers of ranks need."""
+    shared = Shared(Path(folder))
+    shared.make(ranks, at("step", STOPPED, send_sigterm))
+    return shared
 
 
 def inject(kinds: Sequence[Kind], shared: Shared, kind: int, case: int) -> Injection:
@@ -75,11 +70,20 @@ _kinds_and_folder: tuple[Sequence[Kind], Shared] | None = None
 
 
 def inject_all(kinds: Sequence[Kind], processes: int) -> Iterator[Injection]:
-    """Injects all cases of some kinds."""
+    """Injects all cases of some kinds, in memory where there is such a disk.
+
+    Every job is supervised from a forked process, which has no children but the job's: those of
+    this one, which may be a test process that has run others, are not seen there.
+    """
     global _kinds_and_folder
     tasks = [(number, case) for number, kind in enumerate(kinds) for case in range(len(kind.cases))]
     ranks = {kinds[number].cases[case].num_ranks for number, case in tasks} | {1}
-    with shared_folder(sorted(ranks)) as shared:
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=parent) as folder:
+        with fork.Pool(1) as pool:
+            shared = pool.apply(_make, (folder, sorted(ranks)))
         _kinds_and_folder = kinds, shared
-        with multiprocessing.get_context("fork").Pool(processes) as pool:
+        with fork.Pool(processes) as pool:
             yield from pool.imap_unordered(_inject, tasks)
