@@ -72,9 +72,11 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
     phase = Phase(config, state.phase, context, sources.pop(state.phase))
     if state.optimizer is not None:
         phase.restore(state)
-    if context.environment is not None:
-        context.environment.start()
-    with _open_folder(config, run_dir, processes, start, resume=resume) as folder:
+    with ExitStack() as stack:
+        if context.environment is not None:
+            stack.callback(context.environment.close)
+            context.environment.start()
+        folder = stack.enter_context(_open_folder(config, run_dir, processes, start, resume=resume))
         writer = _open_writer(config, run_dir, state, start, processes, console)
         display = open_display(console)
         trainer = Trainer(config, folder, context, phase, sources, state, writer, display, started)
@@ -84,8 +86,6 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
             finally:
                 display.close()
                 writer.close()
-                if context.environment is not None:
-                    context.environment.close()
             end = f"stopped after step {trainer.state.step}" if stopped_by else trainer.summary()
             if config.logging.report and is_main:
                 write_report(run_dir, config, title=f"{run_dir.name}: {end}")

@@ -33,7 +33,7 @@ def held() -> dict[str, int]:
         "handles": len(os.listdir(PROC / "fd")),
         "threads": len(os.listdir(PROC / "task")),
         "python_threads": threading.active_count(),
-        "children": sum(len(text.split()) for text in _children()),
+        "children": num_children(),
         "compiled_graphs": _compiled_graphs(),
         "kernel_variants": _kernel_variants(),
     }
@@ -49,8 +49,10 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _children() -> list[str]:
-    return [path.read_text(encoding="ascii") for path in (PROC / "task").glob("*/children")]
+def num_children() -> int:
+    """Number of processes that this one has started and that have not been waited for."""
+    lists = (path.read_text(encoding="ascii") for path in (PROC / "task").glob("*/children"))
+    return sum(len(text.split()) for text in lists)
 
 
 def _compiled_graphs() -> int:

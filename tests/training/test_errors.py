@@ -12,15 +12,17 @@ from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.optimizer import apply_update
 from tests.helpers.runs import write_tiny
+from tests.long_run.process import num_children
 
 
 def _error(
     folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, name: str = "run"
 ) -> str:
     config = write_tiny(folder)
-    before = sorted(folder.rglob("*"))
+    before, children = sorted(folder.rglob("*")), num_children()
     assert main(["train", str(config), "--run-dir", str(folder / name), *overrides]) == 2
     assert sorted(folder.rglob("*")) == before
+    assert num_children() == children
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("fastrl: error: ")
