@@ -12,6 +12,7 @@ import torch
 from fastrl.config.losses import AnyLossConfig, HeadOptions
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.full_rows import TENSORS_PER_CHUNK
+from fastrl.functional.head.replay import GRADIENT_ELEMENTS
 from fastrl.functional.head.tiling import (
     BLOCK_COLUMNS,
     even_chunk,
@@ -26,6 +27,10 @@ from fastrl.layers.losses import LanguageModelLoss, build_loss
 _MAX_PARTIAL_BYTES = 48 * 2**20
 # Most tensors of a chunk's size in fp32 during the search of a keep-set among 64-bit keys.
 _TENSORS_OF_SEARCH = 18
+# Entries that a sampler recorded for a token, as many as top-p of 0.97 leaves on average, and the
+# approximate bytes of each in the vectors of `replay`.
+_RECORDED_ENTRIES = 8
+_ENTRY_BYTES = 128
 # Approximate bytes of a row in the vectors of losses, metrics and statistics (fp32, int64).
 _ROW_BYTES = 128
 
@@ -154,10 +159,13 @@ def _pass_ops(
     names = ", ".join(losses)
     if ends is not None:
         return [_single_pass(names, ends, itemsize, shape)]
-    if options.keep is not None:
-        most = _TENSORS_OF_SEARCH if not options.keep.recorded else TENSORS_PER_CHUNK
-        return [_full_rows(f"{names}: keep-set, recompute", options, shape, most)]
-    ops = [_recompute(names, options, shape)]
+    if options.keep is None:
+        ops = [_recompute(names, options, shape)]
+    elif options.keep.recorded:
+        ops = [_replay(f"{names}: recorded entries", shape)]
+    else:
+        what = f"{names}: keep-set, recompute"
+        return [_full_rows(what, options, shape, _TENSORS_OF_SEARCH)]
     if needs_of(losses) & frozenset(STATISTIC_NAMES):
         ops.append(
             _full_rows(f"{names}: label smoothing, recompute", options, shape, TENSORS_PER_CHUNK)
@@ -231,6 +239,23 @@ def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
     ]
     end = [Memory(_ROWS, compact), grad_weight, _sum_of_hidden(shape)]
     return HeadOp(f"{names}: recompute", False, forward, [vectors], largest(in_tiles, end))
+
+
+def _replay(what: str, shape: HeadShape) -> HeadOp:
+    """`replay`: no logits, and the weight's gradient."""
+    size, narrow = shape.hidden_size, shape.narrow
+    num_entries = shape.labelled * (1 + _RECORDED_ENTRIES)
+    vectors = Memory(_VECTORS, _ROW_BYTES * shape.tokens + _ENTRY_BYTES * num_entries)
+    forward = [*shape.gathered(), Memory(_ROWS, shape.labelled * size * narrow), vectors]
+    chunk = min(shape.active * size, GRADIENT_ELEMENTS) * shape.wide
+    backward = [
+        *shape.gathered(),
+        Memory(_ROWS, shape.active * size * narrow + chunk),
+        Memory(_GRAD_WEIGHT, shape.columns * size * narrow),
+        _sum_of_hidden(shape),
+        vectors,
+    ]
+    return HeadOp(what, False, forward, [Memory(_VECTORS, _ROW_BYTES * shape.tokens)], backward)
 
 
 def _full_rows(what: str, options: HeadOptions, shape: HeadShape, num_tensors: int) -> HeadOp:

@@ -72,27 +72,11 @@ class KeptTokens:
         """
         if isinstance(index, slice):
             index = torch.arange(self.num_slots, device=self.slots.device)[index]
-        slots = self._places(index.to(self.slots.device), -1)[self.slots]
+        slots = self.places(index.to(self.slots.device), -1)[self.slots]
         if not slots.is_cpu:
             return KeptTokens(ids=self.ids, slots=slots, num_slots=len(index))
         is_there = slots >= 0
         return KeptTokens(ids=self.ids[is_there], slots=slots[is_there], num_slots=len(index))
-
-    def mask(
-        self,
-        rows: Tensor,  # [R]
-        first_column: int,
-        num_columns: int,
-    ) -> Tensor:  # [R, S]
-        """True at the entries of the slots `rows`, of S columns of the vocabulary."""
-        size = len(rows) * num_columns
-        row = self._places(rows, len(rows))[self.slots]
-        column = self.ids - first_column
-        is_here = (row < len(rows)) & (column >= 0) & (column < num_columns)
-        # Other entries go to a spare place.
-        place = torch.where(is_here, row * num_columns + column, size)
-        kept = torch.zeros(size + 1, dtype=torch.bool, device=rows.device)
-        return kept.index_fill_(0, place, True)[:size].view(len(rows), num_columns)
 
     def has_entry(self) -> Tensor:  # [T]
         """Whether a slot has any."""
@@ -100,7 +84,7 @@ class KeptTokens:
         has = torch.zeros(self.num_slots + 1, dtype=torch.bool, device=self.slots.device)
         return has.index_fill_(0, places, True)[:-1]
 
-    def _places(self, index: Tensor, absent: int) -> Tensor:  # [R] -> [T + 1]
+    def places(self, index: Tensor, absent: int) -> Tensor:  # [R] -> [T + 1]
         """The place of each slot in `index`, and of slot -1; `absent` where it is not there."""
         places = index.new_full((self.num_slots + 1,), absent)
         places[index] = torch.arange(len(index), device=index.device)

@@ -26,6 +26,7 @@ from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
+from fastrl.functional.head.replay import replay_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
@@ -372,11 +373,15 @@ class LanguageModelHead(nn.Module):
         """Statistics of the labels, over the sampler's keep-set if the config has one."""
         call = self._call(plan, operands)
         rows = plan.gradient_rows.index
-        if self.config.keep is None:
+        keep = self.config.keep
+        if keep is None:
             statistics = recompute_logprobs(call, rows)
+        elif keep.recorded:
+            assert isinstance(plan.batch.kept_tokens, KeptTokens)
+            statistics = replay_logprobs(call, plan.batch.kept_tokens, gradient_rows=rows)
         else:
-            keep = _keep_set(self.config.keep, plan.batch)
-            statistics = masked_logprobs(call, keep, gradient_rows=rows)
+            searched = KeepSet(keep.top_k, keep.top_p, keep.min_p)
+            statistics = masked_logprobs(call, searched, gradient_rows=rows)
         if not plan.statistics:
             return statistics
         return replace(statistics, **extra_statistics(call, plan.statistics, gradient_rows=rows))
@@ -453,14 +458,6 @@ def _facts(operands: HeadOperands) -> OperandFacts:
 def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The metrics of the loss `name`."""
     return {f"{name}/{metric}": value for metric, value in metrics.items()}
-
-
-def _keep_set(config: KeepSetConfig, batch: BatchKwargs) -> KeepSet:
-    """The sampler's keep-set of a batch."""
-    if not config.recorded:
-        return KeepSet(config.top_k, config.top_p, config.min_p)
-    assert not isinstance(batch.kept_tokens, Tensor)
-    return KeepSet(tokens=batch.kept_tokens)
 
 
 def _with_recorded(config: KeepSetConfig | None, batch: BatchKwargs) -> BatchKwargs:

@@ -135,7 +135,6 @@ def test_u2_the_chunk_size_bounds_every_pass(chunk_size: int, strategy: str) -> 
 OF_WHOLE_ROWS: dict[str, dict[str, Any]] = {
     "keep_top_k": {"keep": {"top_k": 4}},
     "keep_all": {"keep": {"top_k": 9, "top_p": 0.8, "min_p": 0.05}},
-    "keep_recorded": {"keep": {"recorded": True}},
     "smoothed": {"losses": {"a": {"type": "cross_entropy", "label_smoothing": 0.1}}},
     "forward_kl": {"losses": {"a": {"type": "distillation"}}},
     "jensen_shannon": {
@@ -156,7 +155,7 @@ def test_functions_of_whole_rows_keep_to_the_bound(
     for bound in ({"max_logits_bytes": most}, {}):
         head, hidden, batch = make("grpo", **OF_WHOLE_ROWS[name] | bound)
         head, hidden = head.to(device), hidden.detach().to(device).requires_grad_()
-        batch = batch.replace(kept_tokens=torch.randint(VOCAB_SIZE, (NUM_TOKENS, 6))).to(device)
+        batch = batch.to(device)
         weight = torch.randn(VOCAB_SIZE, 16, device=device)
         teacher = Teacher(torch.randn(NUM_TOKENS, 16, device=device), weight)
         is_distilled = any("divergence" in loss.needs for loss in head.losses.values())
@@ -165,6 +164,15 @@ def test_functions_of_whole_rows_keep_to_the_bound(
             output.loss.backward()
         peaks.append(logits.peak)
     assert 0 < peaks[0] <= most < peaks[1]
+
+
+def test_recorded_entries_take_no_logits(device: torch.device) -> None:
+    head, hidden, batch = make("grpo", keep={"recorded": True})
+    head, hidden = head.to(device), hidden.detach().to(device).requires_grad_()
+    batch = batch.replace(kept_tokens=torch.randint(VOCAB_SIZE, (NUM_TOKENS, 6))).to(device)
+    with LogitBytes(head.weight) as logits:
+        head(hidden, batch).loss.backward()
+    assert logits.peak == 0
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "single_pass", "smoothed"])

@@ -1,4 +1,4 @@
-"""Log-probabilities over the keep-set of a sampler (top-k, top-p, min-p, or recorded)."""
+"""Log-probabilities over the keep-set of a sampler: top-k, top-p, min-p."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.full_rows import LogitRows, full_rows
-from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.quantiles import ordered_keys, upper_threshold
 from fastrl.functional.statistics import TokenStatistics
 
@@ -24,13 +23,11 @@ class KeepSet:
         top_p: the smallest set of the most probable entries left by `top_k` that holds at least
             top_p of their probability, ties of the last included.
         min_p: entries at least min_p times as probable as the most probable one.
-        tokens: the entries recorded by the sampler; replaces the other three.
     """
 
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    tokens: KeptTokens | None = None
 
 
 def masked_logprobs(
@@ -68,8 +65,6 @@ def masked_logprobs(
 def kept_columns(rows: LogitRows, keep: KeepSet) -> Tensor:  # [R, S]
     """Which of this rank's columns are in the keep-set, labels aside; without gradient."""
     z, groups = rows.z.detach(), [rows.group]
-    if keep.tokens is not None:
-        return keep.tokens.mask(rows.tokens, rows.tile.first_column, z.shape[1])
     kept = z > -torch.inf
     keys = ordered_keys(z)
     if keep.top_k is not None:
