@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, lm_head, table
+from benchmarks import checkpoint, lm_head, replay, table
+from benchmarks.cases import SHAPES, make_case
 
 KEYS = {
     "implementation", "strategy", "loss", "shape", "rows_labelled", "rows_active", "passes",
@@ -60,6 +62,23 @@ def test_a_checkpoint_of_a_tiny_model(
         assert 0 < row["blocking_ms"] <= 1e3 * row["total_s"] + 1
         assert row.keys() >= {"first_blocking_ms", "gpu", "torch", "commit"}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+def test_recorded_sets_of_a_tiny_head() -> None:
+    with_gradients, evaluation = replay.measure("tiny", 1.0, repeats=1, warmup=0)
+    assert with_gradients["rows"] == 66
+    assert max(with_gradients["error_hidden"], with_gradients["error_weight"]) < 3e-3
+    assert evaluation["time_ms"] > 0
+
+
+def test_recorded_sets_have_the_sizes_that_were_seen() -> None:
+    case = make_case(replace(SHAPES["tiny"], num_tokens=8192, rows_labelled=None), "cpu")
+    kept = replay.recorded_sets(case, 1.0)
+    sizes = kept.slots.bincount(minlength=8192)[case.labels != -100].double()
+    assert sizes.mean() == pytest.approx(8, rel=0.1)
+    assert sizes.median() == 2
+    assert sizes.quantile(0.99) == pytest.approx(82, rel=0.2)
+    assert (sizes == 1).double().mean() == pytest.approx(0.465, abs=0.02)
 
 
 def test_published_tables_say_what_the_files_say() -> None:
