@@ -10,6 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fastrl"
 HEAD = PACKAGE / "functional" / "head"
+LOSSES = PACKAGE / "layers" / "losses"
 # The public op spells its options out.
 MANY_PARAMETERS = {"linear_logprobs"}
 COLLECTIVES = ("all_reduce", "all_gather", "gather_first_dim", "reduce_scatter")
@@ -60,3 +61,8 @@ def test_a_file_of_the_head_is_short_and_only_one_has_collectives(path: Path) ->
         if isinstance(node, ast.Attribute | ast.Name)
     }
     assert not [name for name in names if name.startswith(COLLECTIVES)]
+
+
+@pytest.mark.parametrize("path", sorted(LOSSES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_file_of_the_losses_has_at_most_a_hundred_lines(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").count("\n") <= 100

@@ -9,7 +9,7 @@ from fastrl.config.base import Config
 Normalisation = Literal["tokens", "documents", "groups", "constant"]
 
 RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
-"""Of the ratio of new to old policy; `LanguageModelPolicyGradientLoss` defines each."""
+"""Of the ratio of new to old policy; `ratio_of_level` of the losses defines each."""
 
 HIGHEST_RATIO = 1e9
 """Bounds and weights beyond it have no effect: ratios saturate at exp(20)."""

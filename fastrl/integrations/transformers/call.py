@@ -20,7 +20,7 @@ from fastrl.integrations.transformers.output_layer import (
     replaced,
 )
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.layers.losses.base import at_least_one
+from fastrl.layers.losses.normalisation import at_least_one
 
 # The attribute of a model with a head; not a submodule, so that no name of a parameter changes.
 STATE = "_fastrl_attached"

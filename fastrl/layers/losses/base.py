@@ -14,9 +14,10 @@ from fastrl.config.loss_options import LossConfig
 from fastrl.config.user_losses import ConfiguredLoss
 from fastrl.functional.batch import SOURCES, BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.layers.losses.normalisation import normalised
 
 ConfigT = TypeVar("ConfigT", bound=LossConfig)
-
+ValueT = TypeVar("ValueT")
 Scope = Literal["token", "document", "group", "batch"]
 
 
@@ -75,22 +76,9 @@ class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
 
     def normalise(self, values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
         """The scalar loss of per-token values, 0 at slots without label."""
-        config = self.config
-        if config.normalisation == "tokens":
-            return values.sum() / at_least_one(batch.num_labels_in_batch)
-        if config.normalisation == "groups":
-            counts = required(batch.group_label_counts, "group_label_counts", self)
-            return (values / counts.clamp(min=1)).sum() / at_least_one(batch.num_groups_in_batch)
-        documents = at_least_one(batch.num_documents_in_batch)
-        if config.normalisation == "documents":
-            return (values / batch.label_counts.clamp(min=1)).sum() / documents
-        assert config.length is not None
-        return values.sum() / (documents * config.length)
-
-
-def at_least_one(count: int | Tensor) -> int | Tensor:
-    """`count`, or 1 for a step without labels, whose sums are 0."""
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        if self.config.normalisation == "groups":
+            required(batch.group_label_counts, "group_label_counts", self)
+        return normalised(values, batch, self.config)
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
@@ -98,12 +86,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
     return torch.where(mask, values, 0)
 
 
-ValueT = TypeVar("ValueT")
-
-
-def required(
-    value: ValueT | None, name: str, loss: LanguageModelLoss[ConfigT], reason: str = ""
-) -> ValueT:
+def required(value: ValueT | None, name: str, loss: object, reason: str = "") -> ValueT:
     """`value`, a field of the batch that `loss` needs.
 
     Raises:

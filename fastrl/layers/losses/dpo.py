@@ -11,10 +11,8 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Scope, masked, required
+from fastrl.layers.losses.pairs import check_pairs
 from fastrl.layers.losses.reduction import token_mean
-
-# Of the sum of 1 / n over a document's n labels, which is 1.
-_ROUNDING = 1e-5
 
 
 class DPOLoss(LanguageModelLoss[DPOLossConfig]):
@@ -87,7 +85,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
             [torch.where(is_chosen, log_ratios, -log_ratios), shares * is_chosen, shares], dim=1
         )
         sums = document_sums(columns, groups, batch.num_groups, self.token_groups)
-        _check_pairs(sums[:, 1], sums[:, 2])
+        check_pairs(sums[:, 1], sums[:, 2])
         return sums[groups, 0].to(log_ratios.dtype)
 
     def _metrics(
@@ -100,20 +98,3 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
             "accuracy": self.normalise(masked((margins > 0).to(margins.dtype), mask), batch),
             "logprob": token_mean(statistics.logprobs, batch),
         }
-
-
-def _check_pairs(chosen: Tensor, documents: Tensor) -> None:  # [num_groups + 1] each
-    """Refuses groups of other than one chosen and one rejected document; empty ones are allowed."""
-    is_pair = ((chosen - 1).abs() < _ROUNDING) & ((documents - 2).abs() < _ROUNDING)
-    valid = is_pair | (documents == 0)
-    message = (
-        "`group_index` must be of pairs for the DPOLoss, two documents with labels in the packed"
-        " sequence, one of them with `advantages` above 0"
-    )
-    if valid.is_cuda:
-        torch._assert_async(valid.all(), message)
-    elif not bool(valid.all()):
-        raise ValueError(
-            f"{message}, got {int((~valid).sum())} that are not; pack whole pairs"
-            " (`fastrl.data.preferences`)."
-        )

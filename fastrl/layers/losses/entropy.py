@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from fastrl.config.loss_options import EntropyConfig
+from fastrl.functional.batch import BatchKwargs
+from fastrl.layers.losses.normalisation import at_least_one
 
 
 class EntropyBonus:
@@ -34,6 +38,12 @@ class EntropyBonus:
     def can_act(self) -> bool:
         """Whether the bonus may be non-zero in any step; follows from the config."""
         return self.factor > 0 or self.adaptive is not None
+
+    def term(self, kept_entropy: Tensor | None, batch: BatchKwargs) -> Tensor | float:  # [T]
+        """What is subtracted from the loss: factor * mean over the labels of the step."""
+        if kept_entropy is None:
+            return 0.0
+        return self.value * (kept_entropy.sum() / at_least_one(batch.num_labels_in_batch))
 
     def end_step(self, entropy: float) -> None:
         """Updates the factor from the mean entropy of the whole optimizer step (nats)."""

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from fastrl.config.loss_options import KLConfig
-from fastrl.layers.losses.ratios import LOG_RATIO_BOUND
+from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.policy_inputs import PolicyInputs
+from fastrl.layers.losses.ratios import LOG_RATIO_BOUND, ratio_of_level
 
 
 def kl_estimate(differences: Tensor, estimator: str) -> Tensor:  # [T]
@@ -58,3 +60,19 @@ def kl_term(
         k2 = kl_estimate(differences, "k2")
         value = value.detach() + (k2 - k2.detach())
     return config.coefficient * value
+
+
+def kl_penalty(
+    config: KLConfig | None,
+    inputs: PolicyInputs,
+    sums: Tensor | None,  # [T]
+) -> Tensor | None:  # [T]
+    """`kl_term` of a loss's inputs and its documents' summed log-ratios; None without `kl`."""
+    if config is None:
+        return None
+    reference = inputs.column("ref_logprobs", "kl")
+    differences = masked(inputs.statistics.logprobs - reference, inputs.mask)
+    ratio = None
+    if config.gradient == "ratio":
+        ratio = ratio_of_level(config.ratio_level, inputs, sums)
+    return kl_term(differences, ratio, config)

@@ -8,10 +8,11 @@ from torch import Tensor
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
-from fastrl.layers.losses.kl import kl_estimate
+from fastrl.layers.losses.column_metrics import divergences, rewards, staleness
+from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
-from fastrl.layers.losses.reduction import document_mean, moments, token_means
+from fastrl.layers.losses.reduction import moments, token_means
 
 
 def policy_metrics(
@@ -21,7 +22,7 @@ def policy_metrics(
     value: Tensor,
     *,
     clipped: tuple[Tensor, Tensor] | None,  # [T], [T]
-    entropy_bonus: float | None,
+    bonus: EntropyBonus,
 ) -> dict[str, Tensor]:
     """This part's share of the step's metrics; means are over its labels unless stated otherwise.
 
@@ -45,16 +46,16 @@ def policy_metrics(
         columns["clip_fraction_low"] = low.to(torch.float32)
         columns["clip_fraction_high"] = high.to(torch.float32)
         columns["clip_fraction"] = (low | high).to(torch.float32)
-    columns |= _divergences(terms, statistics, batch)
+    columns |= divergences(terms, statistics, batch)
     metrics = {"loss": value.detach()}
     metrics |= token_means(columns, batch)
     metrics |= moments("ratio", terms.ratio, batch) | moments("advantage", terms.advantages, batch)
     if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
         log_weights = masked(batch.old_logprobs - batch.rollout_logprobs, terms.mask)
         metrics |= moments("rollout_weight", bounded_exp(log_weights), batch)
-    metrics |= _staleness(batch) | _rewards(batch)
-    if entropy_bonus is not None:
-        metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], entropy_bonus)
+    metrics |= staleness(batch) | rewards(batch)
+    if bonus.can_act:
+        metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], bonus.value)
     ones = torch.ones_like(statistics.logprobs)
     metrics["tokens"] = masked(ones, terms.mask).double().sum()
     shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)
@@ -65,46 +66,3 @@ def policy_metrics(
 def _active(terms: PolicyTerms) -> Tensor:
     active = terms.mask & (terms.advantages != 0)
     return active if terms.weights is None else active & (terms.weights != 0)
-
-
-def _divergences(
-    terms: PolicyTerms, statistics: TokenStatistics, batch: BatchKwargs
-) -> dict[str, Tensor]:
-    """Estimates of the KL divergences between the policies of the batch."""
-    columns: dict[str, Tensor] = {}
-    if batch.old_logprobs is not None:
-        columns["old_logprob"] = batch.old_logprobs
-        differences = masked(batch.old_logprobs - statistics.logprobs, terms.mask)
-        columns["kl_old_new"] = kl_estimate(differences, "k3")
-        columns["kl_old_new_k1"] = differences
-    if batch.ref_logprobs is not None:
-        differences = masked(statistics.logprobs - batch.ref_logprobs, terms.mask)
-        columns["kl_ref"] = kl_estimate(differences, "k3")
-        columns["kl_ref_k1"] = differences
-    if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
-        differences = masked(batch.rollout_logprobs - batch.old_logprobs, terms.mask)
-        columns["kl_rollout"] = kl_estimate(differences, "k3")
-        columns["kl_rollout_k1"] = differences
-    return columns
-
-
-def _staleness(batch: BatchKwargs) -> dict[str, Tensor]:
-    if batch.current_version is None or batch.model_version is None:
-        return {}
-    staleness = moments("staleness", batch.current_version - batch.model_version, batch)
-    return {name: staleness[name] for name in ("staleness", "staleness_max")}
-
-
-def _rewards(batch: BatchKwargs) -> dict[str, Tensor]:
-    """Moments over the documents with labels that have a reward, and their share."""
-    if batch.rewards is None:
-        return {}
-    rewards = torch.cat([batch.rewards, batch.rewards.new_full((1,), torch.nan)])
-    rewards = rewards[batch.document_index]
-    scored = ~rewards.isnan()
-    rewards = masked(rewards, scored)
-    return {
-        "reward": document_mean(rewards, batch),
-        "reward_squared": document_mean(rewards.double().square(), batch),
-        "reward_share": document_mean(scored.to(rewards.dtype), batch),
-    }

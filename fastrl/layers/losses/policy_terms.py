@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
+from fastrl.layers.losses.base import masked
+
 
 @dataclass(frozen=True)
 class PolicyTerms:
@@ -37,3 +39,14 @@ class PolicyTerms:
         """The terms without their graph."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{n: x.detach() for n, x in values.items() if x is not None})
+
+
+def weighted(values: Tensor, terms: PolicyTerms) -> Tensor:  # [T]
+    """`values` of a surrogate times the weights, 0 at dropped tokens, plus the KL penalty."""
+    mask = terms.mask
+    if terms.weights is not None:
+        mask = mask & (terms.weights != 0)
+        values = values * terms.weights
+    # Selected, not multiplied by 0: a dropped token may have any value.
+    values = masked(values, mask)
+    return values if terms.kl is None else values + terms.kl

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastrl.config.loss_options import RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
+from fastrl.layers.losses.policy_inputs import PolicyInputs
 
 # Log-ratios are clamped to this bound (nats) before the exponential: e^20 = 4.9e8. Beyond it the
 # ratio is constant, so neither value nor gradient can leave the range of fp32.
@@ -58,3 +60,31 @@ def per_document(
 def per_document_mean(sums: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
     """A document's mean over its labels, from its sum."""
     return sums / batch.label_counts.clamp(min=1)
+
+
+def ratio_of_level(
+    level: RatioLevel,
+    inputs: PolicyInputs,
+    sums: Tensor | None,  # [T]
+) -> Tensor:  # [T]
+    """The ratio of each token at a level, with l_t = logp_t - old_t and n_d labels in document d.
+
+        token             r_t = exp(l_t)
+        document          s_d = exp((1 / n_d) sum_t l_t), and the document's mean advantage
+        document_token    the value of s_d with the gradient of r_t / detach(r_t)
+        document_product  W_d = exp(sum_t l_t)
+        none              1; `old_logprobs` are not needed
+
+    Exponents saturate at `LOG_RATIO_BOUND`. `sums` are those of the document's log-ratios.
+    """
+    if level == "none":
+        return torch.ones_like(inputs.logprobs)
+    if level == "token":
+        return bounded_exp(inputs.log_ratios)
+    assert sums is not None
+    if level == "document_product":
+        return bounded_exp(sums)
+    means = per_document_mean(sums, inputs.batch)
+    if level == "document":
+        return bounded_exp(means)
+    return bounded_exp(means.detach() + logprob_minus_detached(inputs.logprobs))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.metrics import EXTREME, wide
-from fastrl.layers.losses.base import at_least_one, masked
+from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.normalisation import at_least_one
 
 
 def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [..., T] -> [...]
