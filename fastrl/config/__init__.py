@@ -4,6 +4,7 @@ from fastrl.config.base import Config, ConfigError, UserError
 from fastrl.config.loading import dump_config, load_config, parse_config, save_config
 from fastrl.config.loss_options import (
     AdaptiveEntropyConfig,
+    AdaptiveKLConfig,
     EntropyConfig,
     KLConfig,
     LossConfig,
@@ -39,6 +40,7 @@ from fastrl.config.training import RunConfig
 
 __all__ = [
     "AdaptiveEntropyConfig",
+    "AdaptiveKLConfig",
     "AnyLossConfig",
     "CISPOLossConfig",
     "ClippedLossConfig",

@@ -53,6 +53,21 @@ class LossConfig(Config):
         return self
 
 
+class AdaptiveKLConfig(Config):
+    """A controller of a KL coefficient that keeps the KL near a target (arXiv:1909.08593).
+
+    After each step over n documents whose mean KL was k:
+
+        coefficient <- coefficient * (1 + clip(k / target - 1, -0.2, 0.2) * min(n / horizon, 1))
+    """
+
+    target: float = Field(gt=0, le=HIGHEST_RATIO)
+    """Mean KL (nats a token) to stay at."""
+
+    horizon: float = Field(gt=0, le=HIGHEST_RATIO)
+    """Documents over which the coefficient can change by a fifth."""
+
+
 class KLConfig(Config):
     """A penalty on the KL divergence from the frozen reference policy.
 
@@ -63,7 +78,13 @@ class KLConfig(Config):
     """
 
     coefficient: float = Field(gt=0, le=HIGHEST_RATIO)
-    """Factor on the term (beta)."""
+    """Factor on the term (beta); the first value under `adaptive`."""
+
+    adaptive: AdaptiveKLConfig | None = None
+    """Moves the coefficient after each optimizer step, by the metric `kl_ref` (k3)."""
+
+    clamp: float | None = Field(default=None, gt=0, le=HIGHEST_RATIO)
+    """The estimate is clamped to +-`clamp` nats a token, with gradient 0 beyond it."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Which estimator gives the value."""
@@ -96,6 +117,11 @@ class KLConfig(Config):
             raise ValueError(
                 "`estimator: k2` must not go with `gradient: ratio`: the mean of k2 is not the KL,"
                 " so its ratio-weighted gradient is not the KL's; use `gradient: estimator`, or k3"
+            )
+        if self.clamp is not None and self.gradient == "straight_through":
+            raise ValueError(
+                "`clamp` has no effect on the gradient with `gradient: straight_through`, which is"
+                " that of k2; use `gradient: ratio` or `estimator`"
             )
         if self.ratio_level != "token" and self.gradient != "ratio":
             raise ValueError(

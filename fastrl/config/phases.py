@@ -1,10 +1,11 @@
 """Configs of the phases of a run: steps, losses, optimizer, and where documents come from."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from fastrl.config.advantages import AdvantageConfig
 from fastrl.config.base import Config, PathText
 from fastrl.config.environment import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from fastrl.config.losses import AnyLossConfig
@@ -94,8 +95,9 @@ class SamplerRolloutsConfig(Config):
     prompts_per_step: int = Field(default=32, gt=0, le=10**6)
     """Different prompts in a step."""
 
-    group_size: int = Field(default=16, gt=1, le=10**6)
-    """Completions of each prompt; their rewards are compared with one another."""
+    group_size: int = Field(default=16, gt=0, le=10**6)
+    """Completions of each prompt; their rewards are compared with one another. 1 only where the
+    `baseline` of advantages is `greedy` or `none`."""
 
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     """Temperature of sampling and of the log-probabilities in the loss."""
@@ -131,68 +133,6 @@ class FileRolloutsConfig(Config):
 RolloutsConfig = Annotated[SamplerRolloutsConfig | FileRolloutsConfig, Field(discriminator="type")]
 
 
-class OverlongShapingConfig(Config):
-    """DAPO's soft punishment of overlong completions; arXiv:2503.14476, equation 13.
-
-    To the reward of a completion of |y| tokens, its end token included, is added
-
-         0                                                   |y| <= max_length - cache_length
-         (max_length - cache_length - |y|) / cache_length           up to max_length
-        -1                                                          beyond it
-    """
-
-    type: Literal["overlong"] = "overlong"
-    """Names the kind of shaping."""
-
-    max_length: int | None = Field(default=None, gt=0)
-    """L_max. Default: `sampler.max_new_tokens`; rollouts of type `files` must be given it."""
-
-    cache_length: int | None = Field(default=None, gt=0)
-    """L_cache, the length over which the punishment grows. Default: a fifth of `max_length`, as in
-    the paper (4096 of 20480), and at least 1."""
-
-    def resolved(self, max_new_tokens: int | None) -> tuple[int, int]:
-        """`max_length` and `cache_length` for a sampler of so long completions; None for files."""
-        max_length = max_new_tokens if self.max_length is None else self.max_length
-        if max_length is None:
-            raise ValueError("`max_length` is required with `rollouts` of type `files`")
-        cache_length = max(1, max_length // 5) if self.cache_length is None else self.cache_length
-        if cache_length > max_length:
-            raise ValueError(
-                f"`cache_length` must be at most `max_length` ({max_length}), got {cache_length}"
-            )
-        if max_new_tokens is not None and max_length - cache_length >= max_new_tokens:
-            raise ValueError(
-                f"`max_length` - `cache_length` ({max_length} - {cache_length}) must be below "
-                f"`sampler.max_new_tokens` ({max_new_tokens}), or no completion is punished"
-            )
-        return max_length, cache_length
-
-
-class AdvantageConfig(Config):
-    """From rewards to advantages, among the completions of one prompt.
-
-    Documents of rollout files that carry advantages of their own keep them.
-    """
-
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the group's mean, or that of its other members."""
-
-    scale: Literal["none", "group", "batch"] = "group"
-    """Divisor: the standard deviation of the group's rewards, of the step's, or none."""
-
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups of equal rewards teach nothing. `keep` counts their tokens in what the loss is divided
-    by, `drop` leaves them out of the step."""
-
-    shaping: OverlongShapingConfig | None = None
-    """What is added to rewards before advantages are taken. The metric `reward` is without it."""
-
-    truncated: Literal["keep", "drop"] = "keep"
-    """Sampled completions that had not ended. `drop` leaves them out of the loss (DAPO's overlong
-    filtering); their rewards still count in the advantages of their group."""
-
-
 class RLPhaseConfig(PhaseConfig):
     """Training on rewards. A step takes rollouts and makes `epochs` * `mini_batches` updates."""
 
@@ -216,6 +156,33 @@ class RLPhaseConfig(PhaseConfig):
     """Whether the completions of one prompt share its tokens in a micro-batch instead of repeating
     them; they then stay in one micro-batch where they fit. No number changes. With `sequence_data:
     1` and `micro_sequences: 1` of `parallel` only."""
+
+    @model_validator(mode="after")
+    def _has_what_advantages_need(self) -> Self:
+        advantage, rollouts = self.advantage, self.rollouts
+        if rollouts.type == "files":
+            if advantage.aggregation == "normalise_then_sum" and len(rollouts.reward_columns) < 2:
+                raise ValueError(
+                    "`advantage.aggregation: normalise_then_sum` must go with at least two"
+                    f" `rollouts.reward_columns`, got {list(rollouts.reward_columns)}"
+                )
+            return self
+        if advantage.aggregation == "normalise_then_sum":
+            raise ValueError(
+                "`advantage.aggregation: normalise_then_sum` must go with `rollouts` of type"
+                " `files` and their `reward_columns`, as an environment gives one reward"
+            )
+        if rollouts.group_size == 1 and advantage.baseline not in ("greedy", "none"):
+            raise ValueError(
+                "`rollouts.group_size` must be at least 2 with `advantage.baseline:"
+                f" {advantage.baseline}`, got 1: there is nothing to compare a completion with"
+            )
+        if rollouts.group_size < advantage.pass_at:
+            raise ValueError(
+                f"`advantage.pass_at` must be at most `rollouts.group_size`, {rollouts.group_size},"
+                f" got {advantage.pass_at}"
+            )
+        return self
 
 
 AnyPhaseConfig = Annotated[SupervisedPhaseConfig | RLPhaseConfig, Field(discriminator="type")]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from fastrl.config.advantages import AdvantageConfig
 from fastrl.config.base import Config, PathText
 from fastrl.config.environment import (
     AnyEnvironmentConfig,
@@ -23,7 +24,7 @@ from fastrl.config.losses import (
     HeadOptions,
 )
 from fastrl.config.model import LlamaConfig
-from fastrl.config.phases import AdvantageConfig, AnyPhaseConfig, PhaseConfig, RLPhaseConfig
+from fastrl.config.phases import AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.config.transformers_model import TransformersModelConfig, check_transformers_run
 
@@ -248,6 +249,8 @@ class RunConfig(Config):
         """The optional columns of `BatchKwargs` that the losses of a phase and the head need."""
         losses = self.losses_of(phase).values()
         columns = frozenset[str]().union(*(loss.required_columns() for loss in losses))
+        if isinstance(phase, RLPhaseConfig) and phase.advantage.kl_in_reward is not None:
+            columns |= {"ref_logprobs"}
         keep = self.model.head.keep
         return columns | {"kept_tokens"} if keep is not None and keep.recorded else columns
 
@@ -378,9 +381,10 @@ def _check_loss(where: str, loss: AnyLossConfig, phase_type: str, head: HeadOpti
                 f"{where}: `max_staleness` has no effect, as the trainer waits for the rollouts of"
                 " each step; leave it out"
             )
-        is_adaptive = loss.entropy is not None and loss.entropy.adaptive is not None
-        if is_adaptive and not head.metrics:
-            raise ValueError(f"{where}: `entropy.adaptive` needs `model.head.metrics: true`")
+        for name in ("entropy", "kl"):
+            option = getattr(loss, name)
+            if option is not None and option.adaptive is not None and not head.metrics:
+                raise ValueError(f"{where}: `{name}.adaptive` needs `model.head.metrics: true`")
     missing = sorted(loss.required_columns() - _COLUMNS[phase_type])
     if missing or isinstance(loss, DistillationLossConfig):
         needs = f", which needs {', '.join(f'`{name}`' for name in missing)}," if missing else ""

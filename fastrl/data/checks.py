@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS, LOGPROBS
+from fastrl.data.columns import LOGPROBS, TOKEN_NUMBERS
 from fastrl.data.documents import Array, Document, DocumentError
 
-_NUMBERS = [field for field in BATCH_COLUMNS.values() if DOCUMENT_COLUMNS[field].per_token]
 _FLOAT64 = (torch.float64, np.dtype(np.float64))
 
 
@@ -36,7 +35,7 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
     _, learned = checked_tokens(number, document)
     values = {
         field: label_values(number, document, field, learned)
-        for field in _NUMBERS
+        for field in TOKEN_NUMBERS
         if getattr(document, field) is not None
     }
     kept_lists(number, document, learned)
@@ -129,10 +128,14 @@ def _check_scalars(number: int, document: Document) -> None:
         bound = "below 2^63" if _is_integer(version) and version > 0 else "of at least 0"
         problem = f"must be an integer {bound}, got {version!r}"
         raise DocumentError(number, "model_version", problem)
-    reward = document.reward
-    if reward is not None and not (is_finite(reward) or (_is_real(reward) and reward != reward)):
-        problem = f"must be a finite number, or None for unscored, got {reward!r}"
-        raise DocumentError(number, "reward", problem)
+    rewards = {"reward": document.reward, "greedy_reward": document.greedy_reward}
+    for field, reward in rewards.items():
+        if not (reward is None or is_finite(reward) or (_is_real(reward) and reward != reward)):
+            problem = f"must be a finite number, or None for unscored, got {reward!r}"
+            raise DocumentError(number, field, problem)
+    for name, reward in (document.rewards or {}).items():
+        if not is_finite(reward):
+            raise DocumentError(number, "rewards", f"must be finite, got {reward!r} of {name!r}")
 
 
 def label_values(
@@ -175,7 +178,7 @@ def float_dtype(document: Document) -> type[np.floating[Any]]:
 
     Python numbers (numpy's scalars among them) and sequences of them do not ask for float64.
     """
-    given = (getattr(document, field) for field in _NUMBERS)
+    given = (getattr(document, field) for field in TOKEN_NUMBERS)
     arrays = (values.dtype for values in given if isinstance(values, Tensor | np.ndarray))
     return np.float64 if any(dtype in _FLOAT64 for dtype in arrays) else np.float32
 

@@ -55,6 +55,9 @@ DOCUMENT_COLUMNS = {
     "alignment": Column("text"),
     "logprobs_temperature": Column("number|raw"),
     "kept_tokens": Column("lists", per_token=True),
+    "rewards": Column("mapping"),
+    "greedy_reward": Column("number"),
+    "sum_squares": Column("numbers", per_token=True),
 }
 """Every field of `Document`, in the order of the columns of files."""
 
@@ -77,6 +80,7 @@ FILE_COLUMNS = {
 
 LOGPROBS = [name for name, column in DOCUMENT_COLUMNS.items() if column.kind == "logprobs"]
 PER_TOKEN = [name for name, column in DOCUMENT_COLUMNS.items() if column.per_token]
+TOKEN_NUMBERS = [name for name in PER_TOKEN if DOCUMENT_COLUMNS[name].kind != "lists"]
 REQUIRABLE = [name for name, column in DOCUMENT_COLUMNS.items() if column.requirable]
 
 BATCH_COLUMNS = {name: field for name, field in SOURCES.items() if field in REQUIRABLE}

@@ -5,7 +5,7 @@ Its fields stand in the table of `columns.py`; `checks.py` says which values the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, Literal, TypeAlias
@@ -77,6 +77,10 @@ class Document:
         kept_tokens: for each token (same lengths as the log-probabilities) the ids that the sampler
             drew it from, such as its top-p set; the token itself counts as one of them. A label has
             at least one.
+        rewards: several rewards of the document by name, whose weighted sum is `reward`.
+        greedy_reward: of the most likely answer to the same prompt, the baseline of ReMax.
+        sum_squares: of the probabilities of all tokens where each token was drawn, under the policy
+            of `logprobs`; same lengths. For the optimal token baseline.
     """
 
     tokens: Integers
@@ -94,6 +98,9 @@ class Document:
     logprobs_temperature: float | None = None
     kept_tokens: Sequence[Integers] | None = None
     rollout_id: int | str | None = None
+    rewards: Mapping[str, float] | None = None
+    greedy_reward: float | None = None
+    sum_squares: Floats | None = None
 
     @property
     def num_labels(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from fastrl.config.base import UserError
-from fastrl.data.advantages import combined_rewards
 from fastrl.data.checks import as_array, check_document, is_finite
 from fastrl.data.columns import (
     ALIASES,
@@ -25,6 +24,7 @@ from fastrl.data.columns import (
     REQUIRABLE,
 )
 from fastrl.data.documents import Array, Document, DocumentError
+from fastrl.data.rollout_rewards import combined_rewards
 
 IGNORED = ("prompt", "completion", "text", "id", "metadata")
 """Columns for people, which a file may always carry and nothing reads."""
@@ -51,6 +51,7 @@ _EXPECTED = {
     "numbers": "a list of numbers",
     "logprobs": "a list of numbers, null at tokens that are not learned",
     "lists": "a list of lists of integers",
+    "mapping": "a finite number for each of several names",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
@@ -125,7 +126,7 @@ class RecordReader:
         for name in with_null:
             values[name] = [nan if value is None else value for value in values[name]]
         if self.reward_columns:
-            values["reward"] = self._combined_reward(values)
+            values |= self._combined_reward(values)
         self._check_required(values, columns, has_reward="reward" in present)
         if "rollout_id" in values and "group_id" not in values:
             raise FieldError("rollout_id", "needs the `group_id` of its group, got none")
@@ -140,12 +141,16 @@ class RecordReader:
         _check_ranges(document.temperature, numbers, columns)
         return document
 
-    def _combined_reward(self, values: Mapping[str, Any]) -> float | None:
-        if "reward" in values:
-            names = list(self.reward_columns)
-            raise FieldError("reward", f"is given although the reward is combined of {names}")
-        rewards = {name: [values.get(name)] for name in self.reward_columns}
-        return combined_rewards(rewards, self.reward_columns)[0]
+    def _combined_reward(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The reward and its parts; neither where one of them is missing."""
+        names = list(self.reward_columns)
+        for name in ("reward", "rewards"):
+            if name in values:
+                raise FieldError(name, f"is given although the reward is combined of {names}")
+        rewards = {name: values[name] for name in names if name in values}
+        columns = {name: [rewards.get(name)] for name in names}
+        (reward,) = combined_rewards(columns, self.reward_columns)
+        return {} if reward is None else {"reward": reward, "rewards": rewards}
 
     def _check_required(
         self, values: Mapping[str, Any], columns: Mapping[str, str], *, has_reward: bool
@@ -184,6 +189,8 @@ def _plain(number: int, name: str, value: Any) -> Any:
     kinds = DOCUMENT_COLUMNS[name].kinds
     if isinstance(value, str):
         return value
+    if kinds == ["mapping"]:
+        return {key: float(each) for key, each in value.items()}
     if kinds == ["lists"]:
         return [as_array(number, name, ids).astype(np.int64).tolist() for ids in value]
     if kinds[0] in ("integer", "number") and (kinds[-1] != "numbers" or np.ndim(value) == 0):
@@ -215,6 +222,10 @@ def _check_ranges(
         if (got := numbers[name].min()) < lowest:
             problem = f"must be log-probabilities, at least {lowest:g}, got {got:.6g}"
             raise FieldError(columns[name], f"{problem}; a token without one must not be learned")
+    squares = numbers.get("sum_squares", np.zeros(1))
+    if squares.min() < 0 or squares.max() > 1 + _ROUNDING:
+        problem = f"must be sums of squared probabilities, from 0 to 1, got {squares.min():.6g}"
+        raise FieldError("sum_squares", f"{problem} to {squares.max():.6g}")
 
 
 def _check_kind(name: str, value: Any, kinds: Sequence[str]) -> None:
@@ -237,6 +248,9 @@ def _is_of_kind(value: Any, kind: str) -> bool:
         return isinstance(value, list) and all(_is_of_kind(item, "integers") for item in value)
     if kind == "number":
         return type(value) in (int, float) and is_finite(value)
+    if kind == "mapping":
+        numbers = value.values() if isinstance(value, dict) else (None,)
+        return all(_is_of_kind(each, "number") for each in numbers)
     if kind == "raw":
         return bool(value == "raw")
     return type(value) is (int if kind == "integer" else str)

@@ -225,6 +225,8 @@ def _read_parquet(
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
+                    if isinstance(record.get("rewards"), list):  # a map's pairs
+                        record["rewards"] = dict(record["rewards"])
                     yield f"row {row}", record
     except FieldError as error:
         raise RolloutFileError(f"{path}: {error}") from None
@@ -264,6 +266,8 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
         records = chain(first, records)
         while rows := list(islice(records, _ROWS_AT_A_TIME)):
             for number, row in enumerate(rows, start=count):
+                if "rewards" in row:
+                    row["rewards"] = list(row["rewards"].items())
                 if isinstance(row.get("advantage"), list):
                     row[ALIASES["advantage"]] = row.pop("advantage")
                 for name, id_type in id_types.items():
@@ -287,6 +291,7 @@ def _schema(pyarrow: Any, id_types: Mapping[str, type]) -> Any:
         "numbers": floats,
         "logprobs": floats,
         "lists": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
+        "mapping": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
     }
     schema = {}
     for name, column in DOCUMENT_COLUMNS.items():

@@ -218,15 +218,21 @@ class LanguageModelHead(nn.Module):
         }
 
     def end_step(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Updates what adapts to the optimizer step's metrics: adaptive entropy bonuses.
+        """Updates what adapts to the optimizer step: entropy bonuses and KL coefficients.
 
         Args:
             metrics: of the whole step (`reduce_metrics`), at least `<loss>/entropy` of the losses
-                with an adaptive entropy bonus.
+                with an adaptive entropy bonus, `<loss>/kl_ref` and `<loss>/documents` of those with
+                an adaptive KL coefficient.
         """
         for name, loss in self.losses.items():
-            if isinstance(loss, LanguageModelPolicyGradientLoss) and loss.entropy_bonus.adaptive:
+            if not isinstance(loss, LanguageModelPolicyGradientLoss):
+                continue
+            if loss.entropy_bonus.adaptive is not None:
                 loss.entropy_bonus.end_step(float(metrics[f"{name}/entropy"]))
+            if loss.kl_coefficient.adaptive is not None:
+                kl, documents = metrics[f"{name}/kl_ref"], metrics[f"{name}/documents"]
+                loss.kl_coefficient.end_step(float(kl), float(documents))
 
     # Not compiled: a batch's counts must not become constants of a graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

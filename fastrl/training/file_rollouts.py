@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from fastrl.config.advantages import AdvantageConfig
 from fastrl.config.base import UserError
-from fastrl.config.phases import AdvantageConfig, FileRolloutsConfig
-from fastrl.data.columns import BATCH_COLUMNS, LOGPROBS
+from fastrl.config.phases import FileRolloutsConfig
+from fastrl.data.columns import BATCH_COLUMNS, TOKEN_NUMBERS
 from fastrl.data.documents import Document
 from fastrl.data.prompt_groups import group_over_files
 from fastrl.data.rollout_paths import rollout_files
 from fastrl.data.rollouts import check_any_learned, check_same_columns, read_rollouts
+from fastrl.training.advantages import RewardKL, with_advantages
 from fastrl.training.order import ShuffledItems
-from fastrl.training.rollouts import Rollouts, to_rollouts, with_advantages
+from fastrl.training.rollouts import Rollouts, to_rollouts
 
 
 class RolloutFiles:
@@ -78,7 +80,7 @@ def _packed(document: Document) -> Document:
     values: dict[str, Any] = {"tokens": np.asarray(document.tokens, np.int64)}
     if document.loss_mask is not None:
         values["loss_mask"] = np.asarray(document.loss_mask, np.bool_)
-    for name in ("advantage", *LOGPROBS):
+    for name in TOKEN_NUMBERS:
         if isinstance(given := getattr(document, name), list):
             values[name] = np.asarray(given, np.float32)
     return replace(document, **values)
@@ -111,6 +113,9 @@ class FileRollouts:
         read: list[list[Document]] = []
         named: list[tuple[str, Document]] = []
         require = tuple(field for column, field in BATCH_COLUMNS.items() if column in columns)
+        uses_logprobs = advantage.kl_in_reward is not None or advantage.baseline == "optimal_token"
+        if uses_logprobs and "logprobs" not in require:
+            require = (*require, "logprobs")
         paths = rollout_files(config.paths)
         meant: dict[str, list[str]] = {}
         for file, path in paths.items():
@@ -129,13 +134,11 @@ class FileRollouts:
                         f"{where}: `kept_tokens` is required with `model.head.keep.recorded: true`,"
                         " got none"
                     )
+        _check_baseline(named, advantage)
         check_same_columns(named)
         check_any_learned(tuple(paths), (document for _, document in named))
-        if advantage.shaping is not None and all(doc.advantage is not None for _, doc in named):
-            raise UserError(
-                f"`advantage.shaping` must not be given, as all documents of "
-                f"{', '.join(paths)} have advantages of their own, which it does not change"
-            )
+        if all(document.advantage is not None for _, document in named):
+            _check_no_changes(advantage, paths)
         self.items = ShuffledItems(group_over_files(read), seed)
         self.longest = max(len(document.tokens) for _, document in named)
         # Of a folder or pattern, which files it means.
@@ -145,7 +148,7 @@ class FileRollouts:
             if found != [path]
         }
 
-    def next(self) -> Rollouts:
+    def next(self, reward_kl: RewardKL | None = None) -> Rollouts:
         """As many groups as make up the documents of the step."""
         documents: list[Document] = []
         number = 0
@@ -155,5 +158,38 @@ class FileRollouts:
             number += 1
         given = [document for document in documents if document.advantage is not None]
         rewarded = [document for document in documents if document.advantage is None]
-        relative, metrics = with_advantages(rewarded, self._advantage)
+        sums = self._advantage.aggregation == "sum_then_normalise"
+        relative, metrics = with_advantages(
+            rewarded,
+            self._advantage,
+            reward_kl=reward_kl,
+            reward_weights=None if sums else self._config.reward_columns,
+        )
         return to_rollouts([*given, *relative], self._advantage, metrics, [])
+
+
+def _check_baseline(named: Iterable[tuple[str, Document]], advantage: AdvantageConfig) -> None:
+    """Refuses documents whose reward gets an advantage and that lack what its baseline needs."""
+    needs = {"greedy": "greedy_reward", "optimal_token": "sum_squares"}.get(advantage.baseline)
+    if needs is None:
+        return
+    for where, document in named:
+        may_be_scored = document.is_scored or document.rollout_id is not None
+        is_compared = document.advantage is None and may_be_scored and document.has_labels
+        if is_compared and getattr(document, needs) is None:
+            raise UserError(
+                f"{where}: `{needs}` is required with `advantage.baseline: {advantage.baseline}`,"
+                " got none"
+            )
+
+
+def _check_no_changes(advantage: AdvantageConfig, paths: Iterable[str]) -> None:
+    """Refuses what is done to rewards where no advantage is taken of one."""
+    allowed = {"zero_variance", "baseline", "scale"}
+    given = advantage.model_dump(exclude_defaults=True, exclude=allowed)
+    if given:
+        raise UserError(
+            f"{', '.join(f'`advantage.{name}`' for name in given)} must not be given, as all "
+            f"documents of {', '.join(paths)} have advantages of their own, which it does not"
+            " change"
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss
+from fastrl.layers.losses.kl import KLCoefficient
 from fastrl.parallel import group_rank, group_size
+from fastrl.training.advantages import RewardKL
 from fastrl.training.context import RunContext
 from fastrl.training.model import FrozenPolicy
 from fastrl.training.optimizer import (
@@ -30,6 +33,7 @@ from fastrl.training.optimizer import (
     optimizer_state,
 )
 from fastrl.training.order import seeded
+from fastrl.training.reference import with_ref_logprobs
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
 from fastrl.training.sampled_rollouts import SampledRollouts
@@ -86,6 +90,7 @@ class Phase:
         optimizer: of the phase.
         reference: the frozen policy of a KL term, a copy of the model at the start of the phase;
             None without one.
+        reward_kl: what rewards pay for the divergence from the reference; None if nothing.
     """
 
     def __init__(
@@ -104,12 +109,29 @@ class Phase:
         samples = isinstance(self.source, SampledRollouts)
         if samples and "ref_logprobs" in config.required_columns(self.config):
             self.reference = context.model.frozen_copy()
+        self.reward_kl = self._build_reward_kl()
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)
             and self.config.rollouts.type == "sampler"
             and self.config.rollouts.old_logprobs == "recompute"
             and not self._are_on_policy(config)
         )
+
+    def _build_reward_kl(self) -> RewardKL | None:
+        if not isinstance(self.config, RLPhaseConfig) or self.config.advantage.kl_in_reward is None:
+            return None
+        config = self.config.advantage.kl_in_reward
+        score: Callable[[Sequence[Document]], list[Document]] | None = None
+        if self.reference is not None:
+            score = partial(
+                with_ref_logprobs,
+                reference=self.reference,
+                model=self._context.model,
+                parallel=self._context.processes.config,
+                max_tokens=self.config.max_tokens_per_micro_batch,
+                device=self._context.device,
+            )
+        return RewardKL(config, KLCoefficient(config), score)
 
     @torch.no_grad()
     def restore(self, state: TrainerState) -> None:
@@ -128,6 +150,8 @@ class Phase:
         load_optimizer(self.optimizer, names, state.optimizer)
         for name, loss in self._policy_losses().items():
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
+        for name, coefficient in self._kl_coefficients().items():
+            coefficient.value = state.kl_coefficients[name]
         if self.reference is not None:
             assert state.reference is not None
             for name, parameter in self.reference.named_parameters():
@@ -155,6 +179,13 @@ class Phase:
                     f"{max(bounds)}, as the config says, got {factor}"
                 )
 
+        coefficients = self._kl_coefficients()
+        if set(coefficients) != set(state.kl_coefficients):
+            raise UserError(
+                f"checkpoint: `kl_coefficients` must be of {sorted(coefficients)} of phase "
+                f"`{self.name}`, is of {sorted(state.kl_coefficients)}"
+            )
+
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         """Whether all weights of this rank are finite; waits for the device."""
@@ -174,6 +205,7 @@ class Phase:
             optimizer=optimizer_state(self.optimizer, names),
             reference=None if reference is None else dict(reference.named_parameters()),
             entropy_bonus={name: loss.entropy_bonus.state_dict() for name, loss in losses.items()},
+            kl_coefficients={name: each.value for name, each in self._kl_coefficients().items()},
             skipped_in_a_row=self.skipped_in_a_row,
         )
 
@@ -182,7 +214,7 @@ class Phase:
         seed = seeded(self._seed, self.steps_done).getrandbits(63)
         self._context.generator.manual_seed(seed)
         torch.manual_seed(seed)  # of dropout
-        rollouts = self.source.next()
+        rollouts = self.source.next(self.reward_kl)
         mini_batches, epochs = 1, 1
         if isinstance(self.config, RLPhaseConfig):
             mini_batches, epochs = self.config.mini_batches, self.config.epochs
@@ -238,7 +270,8 @@ class Phase:
             (whole,) = step.to_kwargs(batch, parallel.micro_sequences, join=True)
             if recomputes_old:
                 whole = whole.replace(old_logprobs=self._context.model.logprobs(whole))
-            if self.reference is not None:
+            # What rewards pay for has brought the documents the reference's log-probabilities.
+            if self.reference is not None and self.reward_kl is None:
                 whole = whole.replace(ref_logprobs=self.reference.logprobs(whole))
             is_cut = parallel.micro_sequences > 1
             pieces = step.to_kwargs(batch, parallel.micro_sequences) if is_cut else ()
@@ -310,6 +343,17 @@ class Phase:
         """Whether the losses take the log-probabilities of the update itself for the old ones."""
         reads_old = "old_logprobs" in config.required_columns(self.config)
         return not reads_old and any(loss.on_policy for loss in self._policy_losses().values())
+
+    def _kl_coefficients(self) -> dict[str, KLCoefficient]:
+        """The KL coefficients that are adapted, by their key in the phase's config."""
+        found = {
+            f"losses.{name}.kl": loss.kl_coefficient
+            for name, loss in self._policy_losses().items()
+            if loss.kl_coefficient.adaptive is not None
+        }
+        if self.reward_kl is not None and self.reward_kl.coefficient.adaptive is not None:
+            found["advantage.kl_in_reward"] = self.reward_kl.coefficient
+        return found
 
     def _policy_losses(self) -> dict[str, LanguageModelPolicyGradientLoss[Any]]:
         return {

@@ -13,6 +13,7 @@ from fastrl.config.base import UserError
 from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.documents import Document
+from fastrl.training.advantages import RewardKL
 from fastrl.training.context import RunContext
 from fastrl.training.file_rollouts import FileRollouts, RolloutFiles
 from fastrl.training.order import ShuffledItems
@@ -45,7 +46,7 @@ class SupervisedDocuments:
         self.longest = max(len(document.tokens) for document in documents)
         self.digests: Mapping[str, str] = {}
 
-    def next(self) -> Rollouts:
+    def next(self, reward_kl: RewardKL | None = None) -> Rollouts:
         return Rollouts(self.items.take(self._number), {}, [])
 
 

@@ -1,24 +1,19 @@
-"""The documents of a step, and what their sources share: advantages and filters."""
+"""The documents of a step, and what their sources share."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from fastrl.config.phases import AdvantageConfig
-from fastrl.data.advantages import (
-    rollout_keys,
-    rollout_rewards,
-    with_group_advantages,
-    without_zero_groups,
-)
+from fastrl.config.advantages import AdvantageConfig
+from fastrl.data.advantages import without_zero_groups
 from fastrl.data.documents import Document
 from fastrl.data.prompt_groups import group_by_prompt
-from fastrl.data.reward_shaping import completion_length, overlong_punishment
+from fastrl.data.rollout_rewards import rollout_rewards
+from fastrl.training.advantages import RewardKL
 from fastrl.training.order import ShuffledItems
 
 
@@ -60,8 +55,12 @@ class RolloutSource(Protocol):
     longest: int
     digests: Mapping[str, str]
 
-    def next(self) -> Rollouts:
-        """The documents of the next step."""
+    def next(self, reward_kl: RewardKL | None = None) -> Rollouts:
+        """The documents of the next step.
+
+        Args:
+            reward_kl: with `kl_in_reward` of the phase.
+        """
         ...
 
 
@@ -71,43 +70,6 @@ def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:
     bounds = [len(whole) * part // parts for part in range(parts + 1)]
     split = [whole[start:stop] for start, stop in itertools.pairwise(bounds)]
     return [[document for group in part for document in group] for part in split if part]
-
-
-def with_advantages(
-    documents: Sequence[Document], config: AdvantageConfig, max_new_tokens: int | None = None
-) -> tuple[list[Document], dict[str, float]]:
-    """Documents with the advantage of their shaped reward, and the metric of the shaping.
-
-    Args:
-        documents: whole groups, each document with a `group_id`; they keep their reward.
-        config: shaping, baseline and scale.
-        max_new_tokens: of the sampler; None for documents of files.
-    """
-    shaping, metrics = config.shaping, {}
-    shaped = list(documents)
-    if shaping is not None and documents:
-        max_length, cache_length = shaping.resolved(max_new_tokens)
-        keys = rollout_keys(documents)
-        lengths: Counter[Hashable] = Counter()
-        for key, document in zip(keys, documents, strict=True):
-            lengths[key] += completion_length(document)
-        punishments = [
-            overlong_punishment(lengths[key], max_length=max_length, cache_length=cache_length)
-            for key in keys
-        ]
-        shaped = [
-            document
-            if document.reward is None
-            else replace(document, reward=document.reward + punishment)
-            for document, punishment in zip(documents, punishments, strict=True)
-        ]
-        metrics = {"overlong_punishment": fmean(punishments)}
-    relative = with_group_advantages(shaped, baseline=config.baseline, scale=config.scale)
-    result = [
-        replace(document, reward=before.reward)
-        for document, before in zip(relative, documents, strict=True)
-    ]
-    return result, metrics
 
 
 def to_rollouts(

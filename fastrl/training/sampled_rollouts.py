@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from fastrl.config.phases import AdvantageConfig, SamplerRolloutsConfig
+from fastrl.config.advantages import AdvantageConfig
+from fastrl.config.phases import SamplerRolloutsConfig
 from fastrl.data.advantages import without_labels
 from fastrl.data.documents import Document
 from fastrl.environments.protocol import Problem
+from fastrl.training.advantages import RewardKL, with_advantages
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.order import ShuffledItems
-from fastrl.training.rollouts import Rollouts, Sample, to_rollouts, with_advantages
+from fastrl.training.rollouts import Rollouts, Sample, to_rollouts
 from fastrl.training.sampler import Completion, Sampler
 from fastrl.training.tokenizer import Tokenizer
 
@@ -47,14 +49,18 @@ class SampledRollouts:
         self.longest = max(len(prompt) for _, prompt in prompts) + sampler.config.max_new_tokens
         self.digests: Mapping[str, str] = {}
 
-    def next(self) -> Rollouts:
+    def next(self, reward_kl: RewardKL | None = None) -> Rollouts:
         """A group of completions for each of the next problems."""
         config = self._config
         taken = self.items.take(config.prompts_per_step)
         problems, prompts = [problem for problem, _ in taken], [prompt for _, prompt in taken]
         groups = self._sampler.sample(
-            prompts, num_each=config.group_size, temperature=config.temperature
+            prompts,
+            num_each=config.group_size,
+            temperature=config.temperature,
+            sum_squares=self._advantage.baseline == "optimal_token",
         )
+        greedy = self._greedy_rewards(problems, prompts)
         samples, score_metrics = scored(groups, problems, self._environment, self._tokenizer)
         completions = [completion for group in groups for completion in group]
         numbers = [number for number, group in enumerate(groups) for _ in group]
@@ -67,11 +73,16 @@ class SampledRollouts:
                 temperature=config.temperature,
                 reward=sample.reward,
                 group_id=number,
+                greedy_reward=None if greedy is None else greedy[number],
+                sum_squares=completion.sum_squares,
             )
             for number, completion, sample in zip(numbers, completions, samples, strict=True)
         ]
         documents, shaping_metrics = with_advantages(
-            documents, self._advantage, self._sampler.config.max_new_tokens
+            documents,
+            self._advantage,
+            self._sampler.config.max_new_tokens,
+            reward_kl=reward_kl,
         )
         if self._advantage.truncated == "drop":
             documents = [
@@ -83,11 +94,22 @@ class SampledRollouts:
             "completion_length": fmean(lengths),
             "finished": fmean(sample.finished for sample in samples),
             "sampled_tokens": float(sum(lengths)),
+            **({} if greedy is None else {"greedy_reward": fmean(greedy)}),
             **score_metrics,
             **shaping_metrics,
         }
         # The first completion of each problem.
         return to_rollouts(documents, self._advantage, metrics, samples[:: config.group_size])
+
+    def _greedy_rewards(
+        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]
+    ) -> list[float] | None:
+        """The reward of the most likely answer to each problem, where it is the baseline."""
+        if self._advantage.baseline != "greedy":
+            return None
+        groups = self._sampler.sample(prompts, temperature=0)
+        samples, _ = scored(groups, problems, self._environment, self._tokenizer)
+        return [sample.reward for sample in samples]
 
 
 def scored(

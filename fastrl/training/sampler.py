@@ -27,11 +27,13 @@ class Completion:
         logprobs: nats, one a token, at the temperature of sampling; at temperature 0 those of
             temperature 1.
         finished: whether it ends with an end token.
+        sum_squares: of the probabilities that each token was drawn from, where asked for.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+    sum_squares: list[float] | None = None
 
 
 class Sampler:
@@ -60,7 +62,12 @@ class Sampler:
         self._generator = generator
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], *, num_each: int = 1, temperature: float = 1.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_each: int = 1,
+        temperature: float = 1.0,
+        sum_squares: bool = False,
     ) -> list[list[Completion]]:
         """`num_each` completions of each prompt.
 
@@ -70,6 +77,7 @@ class Sampler:
             prompts: token ids, none empty.
             num_each: completions of a prompt.
             temperature: at least 0.
+            sum_squares: whether completions have theirs.
 
         Raises:
             UserError: on all processes, if logits of any are not finite.
@@ -86,7 +94,7 @@ class Sampler:
                 # A seed per batch: the result does not depend on which process samples it.
                 self._generator.manual_seed(seed + number)
             batch = prompts[start : start + per_batch]
-            mine.append(self._sample_batch(batch, num_each, temperature))
+            mine.append(self._sample_batch(batch, num_each, temperature, sum_squares))
         shares = processes.gather(mine)
         num_batches = sum(map(len, shares))
         flat = [
@@ -105,7 +113,11 @@ class Sampler:
 
     @torch.no_grad()
     def _sample_batch(
-        self, prompts: Sequence[Sequence[int]], num_each: int, temperature: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_each: int,
+        temperature: float,
+        sum_squares: bool,
     ) -> list[Completion]:
         max_new_tokens = self.config.max_new_tokens
         logits, cache = self._decoder.prefill(prompts, max_new_tokens)
@@ -116,10 +128,16 @@ class Sampler:
         running = torch.arange(total, device=logits.device)
         tokens = torch.zeros((total, max_new_tokens), dtype=torch.int64, device=logits.device)
         logprobs = logits.new_zeros((total, max_new_tokens))
+        squares = torch.zeros_like(logprobs) if sum_squares else None
         lengths = torch.full((total,), max_new_tokens, device=logits.device)
         done = torch.zeros(total, dtype=torch.bool, device=logits.device)
         for step in range(max_new_tokens):
-            chosen, chosen_logprobs = self._choose(logits, temperature)
+            # NaN throughout a row whose logits are not finite, and so is its token's
+            # log-probability.
+            distribution = (logits / temperature if temperature else logits).log_softmax(-1)
+            chosen, chosen_logprobs = self._choose(distribution, temperature)
+            if squares is not None:
+                squares[running, step] = (2 * distribution).exp().sum(-1)
             tokens[running, step] = chosen
             logprobs[running, step] = chosen_logprobs
             is_last = torch.isin(chosen, self._end_tokens) | chosen_logprobs.isnan()
@@ -136,18 +154,22 @@ class Sampler:
             logits = self._decoder.decode(chosen[:, None], cache)
         # numpy's tolist takes a tenth of the time of torch's.
         columns = [column.cpu().numpy().tolist() for column in (tokens, logprobs, lengths, done)]
+        sums = [None] * total if squares is None else squares.cpu().numpy().tolist()
         return [
-            Completion(row[:length], row_logprobs[:length], finished)
-            for row, row_logprobs, length, finished in zip(*columns, strict=True)
+            Completion(
+                row[:length],
+                row_logprobs[:length],
+                finished,
+                None if row_sums is None else row_sums[:length],
+            )
+            for row, row_logprobs, length, finished, row_sums in zip(*columns, sums, strict=True)
         ]
 
     def _choose(
         self,
-        logits: Tensor,  # [B, V]
+        distribution: Tensor,  # [B, V] nats
         temperature: float,
     ) -> tuple[Tensor, Tensor]:  # [B] int64, [B] nats
-        # NaN throughout a row whose logits are not finite, and so is its token's log-probability.
-        distribution = (logits / temperature if temperature else logits).log_softmax(-1)
         if temperature:
             probabilities = distribution.exp().nan_to_num_(nan=1.0)  # multinomial refuses NaN
             chosen = torch.multinomial(probabilities, 1, generator=self._generator)

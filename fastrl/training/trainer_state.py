@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.config.base import Config
+from fastrl.config.loss_options import HIGHEST_RATIO
 from fastrl.models.checkpoint import FLOAT_DTYPES, read_json, read_part, refuse_misfits
 from fastrl.parallel import local_part, with_layout_of
 
@@ -55,6 +56,7 @@ class TrainerState:
         reference: weights of the frozen reference policy, sharded as the model's, if the phase has
             one.
         entropy_bonus: state of the controllers of the phase's losses, by the loss's name.
+        kl_coefficients: those of the phase that are adapted, by their key in its config.
         problems: digest of the environment's problems; empty without an environment.
         files: SHA-256 of the rollout files of this phase and later ones, by their path; none from
             a checkpoint of format 1.
@@ -70,6 +72,7 @@ class TrainerState:
     optimizer: dict[str, dict[str, Tensor]] | None = None
     reference: dict[str, Tensor] | None = None
     entropy_bonus: dict[str, dict[str, float]] = field(default_factory=dict)
+    kl_coefficients: dict[str, float] = field(default_factory=dict)
     problems: str = ""
     files: dict[str, str] = field(default_factory=dict)
     skipped_in_a_row: int = 0
@@ -91,6 +94,9 @@ class _Progress(Config):
     seconds: float = Field(ge=0)
     rewards: tuple[float | None, ...]
     entropy_bonus: dict[str, _EntropyBonus]
+    kl_coefficients: dict[str, Annotated[float, Field(gt=0, le=HIGHEST_RATIO)]] = Field(
+        default_factory=dict
+    )
     problems: str
     files: dict[str, str]
     skipped_in_a_row: int = _COUNT

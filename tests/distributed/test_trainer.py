@@ -18,7 +18,11 @@ from tests.helpers.torchrun import torchrun
 
 # GSPO on documents of a few tokens, so that every cut of the packed sequence cuts some.
 CHANGES = {"evaluation": {"every": 20}}
-OVERRIDES = ["phases.1.steps=2", "phases.1.losses.policy.type=gspo"]
+OVERRIDES = [
+    "phases.1.steps=2",
+    "phases.1.losses.policy.type=gspo",
+    "phases.1.advantage={scale: none, kl_in_reward: {coefficient: 1}}",
+]
 LAYOUTS = {
     "fsdp2": ["parallel.data=2", "parallel.fully_sharded=true"],
     "sdp2_ms2": ["parallel.sequence_data=2", "parallel.micro_sequences=2"],
@@ -31,7 +35,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in lines]
     # The head chooses `single_pass` by what is split over ranks.
     own = ("seconds", "tokens_per_second", "single_pass")
-    return [{k: v for k, v in record.items() if k not in own} for record in records]
+    # The first divergence from the reference is rounding, and with it the sign of what is clipped.
+    return [
+        {k: v for k, v in record.items() if k not in own and "clip_fraction" not in k}
+        for record in records
+    ]
 
 
 @pytest.fixture(scope="module")

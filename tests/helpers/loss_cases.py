@@ -115,6 +115,7 @@ CASES = [
         ("kl_ratio", CLIP | {"kl": {"coefficient": 0.3}}),
         ("kl_k1_ratio", CLIP | {"kl": {"coefficient": 0.3, "estimator": "k1"}}),
         ("kl_plain", {"kl": {"coefficient": 0.3, "gradient": "estimator"}}),
+        ("kl_clamp", {"kl": {"coefficient": 0.3, "estimator": "k1", "clamp": 0.2}}),
         ("kl_k2", {"kl": {"coefficient": 0.3, "estimator": "k2", "gradient": "estimator"}}),
         ("kl_through", {"kl": {"coefficient": 0.3, "gradient": "straight_through"}}),
         ("kl_document", {"kl": {"coefficient": 0.3, "ratio_level": "document"}}),

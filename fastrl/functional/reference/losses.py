@@ -336,6 +336,8 @@ def kl(tokens: Tokens, options: Options, slots: list[int], t: int) -> Tensor:
         value = kl_estimate(difference, torch.zeros_like(difference), "k3")
     else:
         value = kl_estimate(tokens.logprobs[t], reference, options["estimator"])
+    if options["clamp"] is not None and abs(value.item()) > options["clamp"]:
+        value = torch.full_like(value, math.copysign(options["clamp"], value.item()))
     if options["gradient"] == "ratio":
         value = value * token_ratio(tokens, slots, t, options["ratio_level"], {})
     elif options["gradient"] == "straight_through":

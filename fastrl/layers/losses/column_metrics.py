@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.kl import kl_estimate
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
-from fastrl.layers.losses.kl import kl_estimate
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.reduction import document_mean, moments
 

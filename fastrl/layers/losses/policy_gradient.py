@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.entropy import EntropyBonus
+from fastrl.layers.losses.kl import KLCoefficient
 from fastrl.layers.losses.policy_metrics import policy_metrics
 from fastrl.layers.losses.policy_terms import PolicyTerms, weighted
 from fastrl.layers.losses.preparation import PolicyGradientConfigT, PolicyPreparation
@@ -30,7 +31,7 @@ class LanguageModelPolicyGradientLoss(PolicyPreparation[PolicyGradientConfigT]):
             `off_policy_mask` (old - new) and in the metrics. `old_logprobs` of the batch are not
             read then. It begins as the config says and may change between calls: a trainer whose
             first update follows the sampling needs no earlier pass for it.
-        entropy_bonus: the factor of the bonus and its controller.
+        entropy_bonus, kl_coefficient: the factors of bonus and KL term, and their controllers.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LanguageModelPolicyGradientLoss(PolicyPreparation[PolicyGradientConfigT]):
         super().__init__(config, token_groups, data_group)
         self.on_policy = config.on_policy
         self.entropy_bonus = EntropyBonus(config.entropy)
+        self.kl_coefficient = KLCoefficient(config.kl)
 
     @abstractmethod
     def surrogate(self, terms: PolicyTerms) -> Tensor:  # [T]
@@ -86,8 +88,8 @@ class LanguageModelPolicyGradientLoss(PolicyPreparation[PolicyGradientConfigT]):
         self, terms: PolicyTerms, statistics: TokenStatistics, batch: BatchKwargs, value: Tensor
     ) -> dict[str, Tensor]:
         batch = self._with_old_policy(statistics, batch)
-        clipped, bonus = self.is_clipped(terms), self.entropy_bonus
-        return policy_metrics(terms, statistics, batch, value, clipped=clipped, bonus=bonus)
+        clipped, bonus, kl = self.is_clipped(terms), self.entropy_bonus, self.kl_coefficient
+        return policy_metrics(terms, statistics, batch, value, clipped=clipped, bonus=bonus, kl=kl)
 
     def value(self, terms: PolicyTerms, batch: BatchKwargs) -> Tensor:
         """The loss of prepared terms, a scalar."""

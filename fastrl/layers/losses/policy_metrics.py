@@ -10,6 +10,7 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.column_metrics import divergences, rewards, staleness
 from fastrl.layers.losses.entropy import EntropyBonus
+from fastrl.layers.losses.kl import KLCoefficient
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
 from fastrl.layers.losses.reduction import moments, token_means
@@ -23,6 +24,7 @@ def policy_metrics(
     *,
     clipped: tuple[Tensor, Tensor] | None,  # [T], [T]
     bonus: EntropyBonus,
+    kl: KLCoefficient,
 ) -> dict[str, Tensor]:
     """This part's share of the step's metrics; means are over its labels unless stated otherwise.
 
@@ -33,7 +35,8 @@ def policy_metrics(
     KL(sampler, old); `rollout_weight` = old / sampler with its moments; `staleness` and
     `staleness_max`; `reward` with its square, over the documents that have one. Those without
     `_k1` are k3 estimates. With a clip: `clip_fraction`, `_low`, `_high`. `weight`, the product of
-    all weights and masks, where there are any; `entropy`, `entropy_bonus_max` likewise.
+    all weights and masks, where there are any; `entropy`, `entropy_bonus_max` likewise, and
+    `kl_coefficient_max` where it adapts.
     """
     columns: dict[str, Tensor] = {"logprob": statistics.logprobs}
     columns["active_fraction"] = _active(terms).to(torch.float32)
@@ -56,6 +59,8 @@ def policy_metrics(
     metrics |= staleness(batch) | rewards(batch)
     if bonus.can_act:
         metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], bonus.value)
+    if kl.adaptive is not None:
+        metrics["kl_coefficient_max"] = torch.full_like(metrics["loss"], kl.value)
     ones = torch.ones_like(statistics.logprobs)
     metrics["tokens"] = masked(ones, terms.mask).double().sum()
     shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)

@@ -17,7 +17,7 @@ from fastrl.layers.losses.corrections import (
     rollout_log_weights,
 )
 from fastrl.layers.losses.entropy import EntropyBonus
-from fastrl.layers.losses.kl import kl_penalty
+from fastrl.layers.losses.kl import KLCoefficient, kl_penalty
 from fastrl.layers.losses.policy_inputs import PolicyInputs, policy_inputs
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import per_document, per_document_mean, ratio_of_level
@@ -31,6 +31,7 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
 
     on_policy: bool
     entropy_bonus: EntropyBonus
+    kl_coefficient: KLCoefficient
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -76,7 +77,7 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
             advantages,
             inputs.advantages,
             token_weights(config, inputs, advantages, rollout, sums, top),
-            kl_penalty(config.kl, inputs, sums.get("kl_log_ratios")),
+            kl_penalty(config.kl, inputs, sums.get("kl_log_ratios"), self.kl_coefficient.value),
             kept_entropy(inputs, top) if self.entropy_bonus.can_act else None,
         )
 

@@ -11,11 +11,8 @@ from torch.distributed import ProcessGroup
 from fastrl.config.loss_options import RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
+from fastrl.functional.kl import LOG_RATIO_BOUND
 from fastrl.layers.losses.policy_inputs import PolicyInputs
-
-# Log-ratios are clamped to this bound (nats) before the exponential: e^20 = 4.9e8. Beyond it the
-# ratio is constant, so neither value nor gradient can leave the range of fp32.
-LOG_RATIO_BOUND = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
 from fastrl.config import AnyLossConfig, KLConfig
 from fastrl.data.advantages import without_zero_groups
+from fastrl.functional.kl import kl_estimate
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
-from fastrl.layers.losses.kl import kl_estimate, kl_term
+from fastrl.layers.losses.kl import kl_term
 from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics, widen
 from tests.helpers.loss_heads import capped_head
 
@@ -100,7 +101,7 @@ def test_k1_gradient_of_the_sampled_kl(estimator: str, gradient: str, expected: 
         coefficient=1.0, estimator=estimator, gradient=gradient, ratio_level="token"
     )
     ratio = (logprobs - logprobs.detach()).exp()
-    terms = kl_term(logprobs + math.log(2), ratio, config)
+    terms = kl_term(logprobs + math.log(2), ratio, config, config.coefficient)
     average = (terms * logprobs.exp().detach()).sum()
     (grad,) = torch.autograd.grad(average, logits)
     assert grad[0].item() == pytest.approx(expected, abs=1e-6)
