@@ -178,7 +178,8 @@ def _clipped(
         p, q = math.exp(new), math.exp(old)
         divergence = abs(p - q)
         if config.divergence == "kl":
-            divergence = q * (old - new) + (1 - q) * math.log((1 - q) / (1 - p)) if p < 1 else 0
+            rests = [max(-math.expm1(x), 2.0**-126) for x in (new, old)]
+            divergence = q * (old - new) + rests[1] * math.log(rests[1] / rests[0])
         low = advantage < 0 and p < q and divergence > config.epsilon_low
         return low, advantage > 0 and p > q and divergence > config.epsilon_high
     if config.type in UNCLIPPED:

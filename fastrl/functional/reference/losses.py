@@ -203,7 +203,10 @@ def dppo(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: Option
     p, q = math.exp(logprob.item()), math.exp(old.item())
     divergence = abs(p - q)
     if options["divergence"] == "kl":
-        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        # Of a certain label 1 - p is 0 and the divergence infinite: bounded, as the loss says.
+        rest_p = max(-math.expm1(logprob.item()), 2.0**-126)
+        rest_q = max(-math.expm1(old.item()), 2.0**-126)
+        divergence = q * (old - logprob).item() + rest_q * math.log(rest_q / rest_p)
     if a > 0 and p > q and divergence > options["epsilon_high"]:
         return torch.zeros_like(logprob)
     if a <= 0 and p < q and divergence > options["epsilon_low"]:

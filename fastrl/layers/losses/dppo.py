@@ -9,6 +9,9 @@ from fastrl.config.policy_losses import DPPOLossConfig
 from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.policy_terms import PolicyTerms
 
+_SMALLEST_REST = 2.0**-126
+"""Least 1 - p and 1 - q, the smallest normal number of fp32, in every dtype."""
+
 
 class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
     """-M detach(min(r, max_ratio)) A logp, M = 0 where the update leaves the trust region.
@@ -16,7 +19,8 @@ class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
     With p = exp(logp), q = exp(old): M = 0 where A > 0, p > q and D > epsilon_high, or A < 0,
     p < q and D > epsilon_low, for the divergence of the two-way split into the label and the rest
         tv  D = |p - q|
-        kl  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+        kl  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)),
+            1 - p and 1 - q at least 2^-126, so that D is finite where a label is certain
 
         d loss / d logp = -M min(r, max_ratio) A
 
@@ -43,9 +47,8 @@ class DPPOLoss(LanguageModelPolicyGradientLoss[DPPOLossConfig]):
             divergence = (new_p - old_p).abs()
         else:
             # 1 - p as -expm1(logp): exact also where p is near 1.
-            tiny = torch.finfo(logprobs.dtype).tiny
-            new_rest = (-torch.expm1(logprobs)).clamp(min=tiny)
-            old_rest = (-torch.expm1(old)).clamp(min=tiny)
+            new_rest = (-torch.expm1(logprobs)).clamp(min=_SMALLEST_REST)
+            old_rest = (-torch.expm1(old)).clamp(min=_SMALLEST_REST)
             divergence = old_p * (old - logprobs) + old_rest * (old_rest / new_rest).log()
         falls, rises = new_p < old_p, new_p > old_p
         low = (terms.advantages < 0) & falls & (divergence > self.config.epsilon_low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from fastrl.data.advantages import without_zero_groups
 from fastrl.functional.kl import kl_estimate
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
 from fastrl.layers.losses.kl import kl_term
-from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics, widen
+from tests.helpers.loss_cases import (
+    CASES,
+    LossCase,
+    pack,
+    random_statistics,
+    reference_tokens,
+    widen,
+)
 from tests.helpers.loss_heads import capped_head
 
 LOSSES_PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
@@ -340,3 +348,26 @@ def test_t4_the_bonus_is_that_of_the_sampled_distribution() -> None:
     output = head(torch.zeros(2, 5, dtype=torch.float64), batch, return_logprobs=True)
     assert output.loss.item() == pytest.approx(-0.090095, abs=1e-6)
     assert output.logprobs[0].item() == pytest.approx(-0.018150, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dppo_s_kl_is_finite_where_a_label_is_certain(dtype: torch.dtype) -> None:
+    """Beside values: risen to 1 and fallen from 1 too far; 1 as before; risen by a rounding."""
+    news, olds = [0.0, math.log(0.8), 0.0, 0.0], [math.log(0.97), 0.0, 0.0, -1e-6]
+    values = {"logprobs": olds, "advantage": [1.0, -1.0, 1.0, 1.0]}
+    batch = batch_of(Document(tokens=[0] * 5, prompt_length=1, **values))  # type: ignore[arg-type]
+    loss = loss_of(type="dppo", divergence="kl")
+    case = LossCase("", {"type": "dppo", "divergence": "kl"})
+    statistics = at_zero(batch)
+    with torch.no_grad():
+        statistics.logprobs[:4] = torch.tensor(news)
+    expected = case.reference(reference_tokens(statistics, batch))
+    (expected_grad,) = torch.autograd.grad(expected, statistics.logprobs)
+    narrow = replace(statistics, logprobs=statistics.logprobs.detach().to(dtype).requires_grad_())
+    found = loss(narrow, batch)
+    (grad,) = torch.autograd.grad(2.5 * found, narrow.logprobs)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-12)
+    torch.testing.assert_close(grad, 2.5 * expected_grad.to(dtype))
+    assert grad[:4].count_nonzero() == 2
+    metrics = finish_metrics(loss.metrics(narrow, batch))
+    assert [metrics[f"clip_fraction_{side}"].item() for side in ("low", "high")] == [0.25, 0.25]
