@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from fastrl.commands import configs, rollouts, runs, start
+from fastrl.commands.arguments import with_example
 from fastrl.config.base import UserError
 from fastrl.training.interrupt import INTERRUPTED, exit_code
 
@@ -34,15 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of this process by default.
     """
     _replace_what_the_terminal_lacks()
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest:
-        # argparse stops taking positional arguments at the first option; overrides may follow it.
-        takes_overrides = hasattr(arguments, "overrides")
-        surplus = [text for text in rest if text.startswith("-") or not takes_overrides]
-        if surplus:
-            parser.error(f"unrecognized arguments: {' '.join(surplus)}")
-        arguments.overrides = [*arguments.overrides, *rest]
+    arguments = _arguments(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         code = command(arguments)
@@ -58,6 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print("fastrl: interrupted", file=sys.stderr)
         return exit_code(*error.args) if error.args else INTERRUPTED
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        # argparse stops taking positional arguments at the first option; overrides may follow it.
+        takes_overrides = hasattr(arguments, "overrides")
+        surplus = [text for text in rest if text.startswith("-") or not takes_overrides]
+        if surplus:
+            parser.error(f"unrecognized arguments: {' '.join(surplus)}")
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _replace_what_the_terminal_lacks() -> None:
@@ -83,7 +89,9 @@ def _version() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fastrl", description="Reinforcement learning of language models without the logits."
+        prog="fastrl",
+        description="Reinforcement learning of language models without the logits.",
+        **with_example("fastrl train examples/llama_grpo.yaml --run-dir runs/grpo"),
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -1,9 +1,11 @@
 """The command line: arguments, exit codes, and one message for a mistake."""
 
+import argparse
 import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -148,20 +150,28 @@ def test_wrong_arguments_give_the_usage_and_exit_code_2(
     assert capsys.readouterr().err.startswith("usage: fastrl")
 
 
-@pytest.mark.parametrize(
-    "command", ["export", "rollouts inspect", "rollouts import", "init", "doctor"]
-)
-def test_help_has_examples_that_the_command_takes(
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Names of the parser and of all below it."""
+    yield parser.prog
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _commands(each)
+
+
+@pytest.mark.parametrize("command", [*_commands(cli._parser())])
+def test_help_ends_with_examples_that_the_command_takes(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = command.split()
     with pytest.raises(SystemExit, match="0"):
-        main([*command.split(), "--help"])
+        main([*words[1:], "--help"])
     _, _, examples = capsys.readouterr().out.partition("\nexample:\n")
     assert examples
     for line in examples.splitlines():
-        program, *arguments = shlex.split(line)
-        assert (program, " ".join(arguments[: len(command.split())])) == ("fastrl", command)
-        cli._parser().parse_args(arguments)
+        shown = shlex.split(line.partition(" > ")[0])
+        assert shown[: len(words)] == words
+        assert callable(cli._arguments(shown[1:]).command)
 
 
 def test_the_schema_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:

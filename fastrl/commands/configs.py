@@ -5,13 +5,15 @@ import json
 import sys
 from typing import Any
 
-from fastrl.commands.arguments import add_overrides, path, positive
+from fastrl.commands.arguments import add_overrides, path, positive, with_example
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to those of a parser."""
     estimate = commands.add_parser(
-        "estimate", help="print the memory and communication that a config needs on each rank"
+        "estimate",
+        help="print the memory and communication that a config needs on each rank",
+        **with_example("fastrl estimate run.yaml --tokens 32768 parallel.tensor=8"),
     )
     estimate.add_argument("config", type=path, metavar="CONFIG", help="YAML file of the run")
     estimate.add_argument(
@@ -23,16 +25,26 @@ def add_commands(commands: Any) -> None:
     add_overrides(estimate, "parallel.tensor=8 or model.hidden_size=8192")
     estimate.set_defaults(command=_estimate)
 
-    config = commands.add_parser("config", help="about the configs that `train` reads")
+    config = commands.add_parser(
+        "config",
+        help="about the configs that `train` reads",
+        **with_example("fastrl config check run.yaml"),
+    )
     _add_config_commands(config)
 
 
 def _add_config_commands(config: argparse.ArgumentParser) -> None:
     config_commands = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    schema = config_commands.add_parser("schema", help="print the JSON schema of a run's config")
+    schema = config_commands.add_parser(
+        "schema",
+        help="print the JSON schema of a run's config",
+        **with_example("fastrl config schema > run.schema.json"),
+    )
     schema.set_defaults(command=_config_schema)
     check = config_commands.add_parser(
-        "check", help="refuse what `train` would refuse, or print the resolved config"
+        "check",
+        help="refuse what `train` would refuse, or print the resolved config",
+        **with_example("fastrl config check run.yaml phases.0.steps=20"),
     )
     check.add_argument("file", type=path, metavar="FILE", help="YAML file of the run")
     add_overrides(check, "phases.1.steps=20 or model.hidden_size=96")

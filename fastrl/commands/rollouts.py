@@ -14,7 +14,11 @@ _FORMATS = {
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to those of a parser."""
-    rollouts = commands.add_parser("rollouts", help="about rollout files, which `train` reads")
+    rollouts = commands.add_parser(
+        "rollouts",
+        help="about rollout files, which `train` reads",
+        **with_example("fastrl rollouts inspect rollouts.jsonl"),
+    )
     group = rollouts.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     inspect = group.add_parser(

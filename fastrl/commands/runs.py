@@ -5,12 +5,26 @@ from typing import Any
 
 from fastrl.commands.arguments import add_overrides, path, positive, temperature, with_example
 
+_RUN = "folder of a run; its latest checkpoint is taken"
+
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to those of a parser."""
-    run_help = "folder of a run; its latest checkpoint is taken"
+    _add_train(commands)
+    _add_eval(commands)
+    _add_sample(commands)
+    _add_export(commands)
 
-    train = commands.add_parser("train", help="train a model as a config says")
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model as a config says",
+        **with_example(
+            "fastrl train run.yaml --run-dir runs/first seed=1 phases.0.steps=20",
+            "fastrl train run.yaml --run-dir runs/first seed=1 phases.0.steps=20 --resume",
+        ),
+    )
     train.add_argument("config", type=path, metavar="CONFIG", help="YAML file of the run")
     train.add_argument(
         "--run-dir", type=path, required=True, metavar="DIR", help="where everything is written"
@@ -23,13 +37,25 @@ def add_commands(commands: Any) -> None:
     add_overrides(train, "phases.1.steps=20 or model.hidden_size=96")
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("eval", help="score a run's model on held-out prompts")
-    evaluate.add_argument("run", type=path, metavar="RUN", help=run_help)
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="score a run's model on held-out prompts",
+        **with_example("fastrl eval runs/first evaluation.temperature=0"),
+    )
+    evaluate.add_argument("run", type=path, metavar="RUN", help=_RUN)
     add_overrides(evaluate, "evaluation.temperature=0 or evaluation.samples_per_prompt=8")
     evaluate.set_defaults(command=_eval)
 
-    sample = commands.add_parser("sample", help="complete a prompt with a run's model")
-    sample.add_argument("run", type=path, metavar="RUN", help=run_help)
+
+def _add_sample(commands: Any) -> None:
+    sample = commands.add_parser(
+        "sample",
+        help="complete a prompt with a run's model",
+        **with_example("fastrl sample runs/first 'k, a, k, a =' --temperature 0"),
+    )
+    sample.add_argument("run", type=path, metavar="RUN", help=_RUN)
     sample.add_argument("prompt", metavar="PROMPT", help="text to complete, as the model reads it")
     sample.add_argument(
         "--max-tokens", type=positive, metavar="N", help="longest completion; the run's by default"
@@ -45,6 +71,8 @@ def add_commands(commands: Any) -> None:
     )
     sample.set_defaults(command=_sample)
 
+
+def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write a run's model as a plain Hugging Face folder",
