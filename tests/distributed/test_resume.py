@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastrl.cli import main
-from tests.helpers.killed_runs import exit_code, forks, lines, score_here, start_child
+from tests.helpers.killed_runs import forks, lines, score_here, train_on_ranks
 from tests.helpers.runs import FEW_STEPS, final_weights, write_tiny
 from tests.helpers.torchrun import torchrun
 
@@ -35,22 +32,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         score_here(patch)
         assert main(["train", *arguments]) == 0
         yield folder / "run"
-
-
-def _on_ranks(size: int, run: Path, *arguments: str) -> list[int]:
-    """The exit codes of `fastrl train` on forked ranks."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-
-    def train(rank: int) -> int:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in {**ranks, **place}.items()})
-        return main(["train", *arguments, "--run-dir", str(run), "--resume"])
-
-    out = run.with_suffix(".out")
-    children = [start_child(partial(train, rank), out) for rank in range(size)]
-    return [exit_code(child) for child in children]
 
 
 def _check_close(run: Path, whole: Path) -> None:
@@ -81,7 +62,7 @@ def test_rl14_a_run_goes_on_over_other_processes(
     for name, checkpoint in zip(splits, stops, strict=True):
         (run / "checkpoints" / "latest").write_text(checkpoint, encoding="utf-8")
         size = 1 if name == "one" else 2
-        codes = _on_ranks(size, run, config, *ARGUMENTS, *SPLITS[name])
+        codes = train_on_ranks(size, run, config, *ARGUMENTS, *SPLITS[name])
         assert codes == [0] * size, run.with_suffix(".out").read_text(encoding="utf-8")
         _check_close(run, whole)
 
@@ -92,12 +73,12 @@ def test_rl14_all_ranks_refuse_what_the_first_one_does(tmp_path: Path, whole: Pa
     shutil.copytree(whole, run)
     weights = run / "checkpoints" / "rl-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert _on_ranks(2, run, config, *ARGUMENTS, *SPLITS["fsdp2"]) == [2, 2]
+    assert train_on_ranks(2, run, config, *ARGUMENTS, *SPLITS["fsdp2"]) == [2, 2]
     out = run.with_suffix(".out").read_text(encoding="utf-8")
     assert out.count("model.safetensors: must have ") == 2
     assert out.count("Traceback") == 0
     shutil.copytree(whole, run, dirs_exist_ok=True)
-    assert _on_ranks(2, run, config, *ARGUMENTS, *SPLITS["fsdp2"]) == [0, 0]
+    assert train_on_ranks(2, run, config, *ARGUMENTS, *SPLITS["fsdp2"]) == [0, 0]
     assert run.with_suffix(".out").read_text(encoding="utf-8").count("nothing to do") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastrl.training.checkpoint import latest_checkpoint
+from tests.helpers.killed_runs import check_same, forks, score_here, train_on_ranks
 from tests.helpers.torchrun import torchrun
 from tests.helpers.transformers_runs import write_folder, write_run
 
@@ -45,9 +47,13 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
     assert torchrun(1, "fastrl", "train", config, "--run-dir", str(one), *OPTIONS).returncode == 0
     done = torchrun(2, "fastrl", "train", config, "--run-dir", str(two), *OPTIONS, *layout)
     assert done.returncode == 0, done.stderr
-    for found, expected in zip(_metrics(two), _metrics(one), strict=True):
+    _check_close(two, one)
+
+
+def _check_close(run: Path, expected_run: Path) -> None:
+    for found, expected in zip(_metrics(run), _metrics(expected_run), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    folders = latest_checkpoint(two), latest_checkpoint(one)
+    folders = latest_checkpoint(run), latest_checkpoint(expected_run)
     files = [sorted(str(p.relative_to(f)) for p in f.rglob("*.safetensors")) for f in folders]
     assert files[0] == files[1]
     for file in files[0]:
@@ -55,3 +61,39 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
         assert weights.keys() == expected_weights.keys()
         for key, weight in expected_weights.items():
             torch.testing.assert_close(weights[key], weight, rtol=1e-4, atol=1e-6)
+
+
+def _stopped(whole: Path, run: Path, checkpoint: str) -> Path:
+    """A copy of a run that was stopped at a checkpoint."""
+    shutil.copytree(whole, run)
+    (run / "checkpoints" / "latest").write_text(checkpoint, encoding="utf-8")
+    return run
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("model", [{}, LORA], ids=["weights", "lora"])
+def test_a_sharded_run_goes_on_over_as_many_processes_and_over_others(
+    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From bf16, whose fp32 masters are files of their own; in both phases, with a reference."""
+    score_here(monkeypatch)
+    folder = write_folder(tmp_path / "model", "qwen3", torch.bfloat16)
+    config = str(write_run(folder, **model))
+    options = [config, *OPTIONS, "phases.0.steps=2", "dtype=float32", "checkpoint.every=1"]
+    options += ["checkpoint.keep=9"]
+    whole = tmp_path / "whole"
+    assert train_on_ranks(2, whole, *options, *FSDP2) == [0, 0], _output(whole)
+    again = _stopped(whole, tmp_path / "again", "rl-000003")
+    assert train_on_ranks(2, again, *options, *FSDP2) == [0, 0], _output(again)
+    check_same(again, whole)
+    one = _stopped(whole, tmp_path / "one", "supervised-000001")
+    assert train_on_ranks(1, one, *options) == [0], _output(one)
+    _check_close(one, whole)
+    back = _stopped(one, tmp_path / "back", "rl-000003")
+    assert train_on_ranks(2, back, *options, *FSDP2) == [0, 0], _output(back)
+    _check_close(back, whole)
+
+
+def _output(run: Path) -> str:
+    return run.with_suffix(".out").read_text(encoding="utf-8")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,6 +108,22 @@ def train_in_child(run_dir: Path, *arguments: str, kill_at: int | None = None) -
         return main(["train", *arguments, "--run-dir", str(run_dir)])
 
     return exit_code(start_child(train, run_dir.with_suffix(".out")))
+
+
+def train_on_ranks(size: int, run_dir: Path, *arguments: str) -> list[int]:
+    """The exit codes of `fastrl train --resume` on forked ranks."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+    def train(rank: int) -> int:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in {**ranks, **place}.items()})
+        return main(["train", *arguments, "--run-dir", str(run_dir), "--resume"])
+
+    out = run_dir.with_suffix(".out")
+    children = [start_child(partial(train, rank), out) for rank in range(size)]
+    return [exit_code(child) for child in children]
 
 
 def count_operations(run_dir: Path, *arguments: str) -> int:
