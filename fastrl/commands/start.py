@@ -14,7 +14,7 @@ def add_commands(commands: Any) -> None:
         help="write a commented config for a model's folder and a task",
         **with_example(
             "fastrl init models/qwen3-0.6b run.yaml --task chain_sum",
-            "fastrl init models/qwen3-0.6b run.yaml --task examples/my_task.py:Reversal",
+            "fastrl init models/gemma run.yaml --task examples/my_task.py:Reversal --lora",
         ),
     )
     init.add_argument("folder", type=path, metavar="MODEL_FOLDER", help="in Hugging Face's format")
@@ -32,6 +32,11 @@ def add_commands(commands: Any) -> None:
         metavar="TASK",
         help="a task of reasoning-gym, or FILE.py:CLASS of your own (default: chain_sum)",
     )
+    init.add_argument(
+        "--lora",
+        action="store_true",
+        help="train adapters in place of the weights, by transformers and peft",
+    )
     init.set_defaults(command=_init)
 
     doctor = commands.add_parser(
@@ -45,7 +50,7 @@ def add_commands(commands: Any) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from fastrl.training.init_config import init_config
 
-    return init_config(arguments.folder, arguments.file, task=arguments.task)
+    return init_config(arguments.folder, arguments.file, task=arguments.task, lora=arguments.lora)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

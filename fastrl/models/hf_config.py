@@ -32,6 +32,9 @@ _CLASSES: dict[Architecture, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+MODEL_TYPES: tuple[str, ...] = tuple(_CLASSES)
+"""What `model_type` of a config.json may be."""
+
 # Defaults of transformers that differ from those of LlamaConfig.
 _COMMON_DEFAULTS = {
     "hidden_size": 4096,
@@ -64,7 +67,7 @@ _HF_SLIDING_WINDOW = 4096
 # Options that change what the model computes and are not implemented, with the values at which
 # they are off.
 _UNSUPPORTED = {
-    "model_type": tuple(_CLASSES),
+    "model_type": MODEL_TYPES,
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0, 0.0, None),
     "quantization_config": (None,),

@@ -70,14 +70,19 @@ def _build_transformers(
         if model_config.lora is not None:
             importlib.import_module("fastrl.integrations.transformers.adapters")
     except ImportError as error:
-        raise UserError(
-            f"`model.type: transformers` needs a package that is not there ({error}); install it"
-            " with: pip install 'fastrl[integrations]'"
-        ) from error
+        raise lacks_package(error) from error
     dtype, samples = getattr(torch, config.dtype), config.environment is not None
     model = TransformersModel(Build(model_config, dtype, samples, checkpoint), processes)
     _check_vocabulary(model.limits.vocab_size, tokenizer, str(model_config.path))
     return model, model.decoder()
+
+
+def lacks_package(error: ImportError) -> UserError:
+    """What to say where a model of transformers lacks a package."""
+    return UserError(
+        f"`model.type: transformers` needs a package that is not there ({error}); install it"
+        " with: pip install 'fastrl[integrations]'"
+    )
 
 
 def _llama_config(config: RunConfig, tokenizer: Tokenizer, folder: Path | None) -> LlamaConfig:

@@ -6,10 +6,22 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
+from fastrl.config.transformers_model import LoraConfig, TransformersModelConfig
+from tests.helpers.hf_models import tiny_model
 from tests.helpers.pretrained import write_pretrained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+
+
+SHORT = [
+    *("phases.0.steps=1", "environment.heldout_prompts=2", "environment.train_prompts=8"),
+    *("sampler.max_new_tokens=4", "logging.report=false", "logging.tensorboard=false"),
+    "phases.0.rollouts={type: sampler, prompts_per_step: 2, group_size: 2}",
+]
 
 
 @pytest.fixture
@@ -34,12 +46,30 @@ def test_the_config_trains_as_it_is(
         256,
         8192,
     )
-    overrides = [
-        *("phases.0.steps=1", "environment.heldout_prompts=2", "environment.train_prompts=8"),
-        *("sampler.max_new_tokens=4", "logging.report=false", "logging.tensorboard=false"),
-        "phases.0.rollouts={type: sampler, prompts_per_step: 2, group_size: 2}",
-    ]
-    assert main(["train", str(file), "--run-dir", str(tmp_path / "run"), *overrides]) == 0
+    assert main(["train", str(file), "--run-dir", str(tmp_path / "run"), *SHORT]) == 0
+
+
+@pytest.mark.parametrize(("family", "options"), [("gemma", []), ("llama", ["--lora"])])
+def test_other_models_and_adapters_are_those_of_transformers(
+    model: Path,
+    tmp_path: Path,
+    family: str,
+    options: list[str],
+) -> None:
+    sizes = {"vocab_size": 320, "max_position_embeddings": 1024}
+    tiny_model(family, dtype=torch.float32, **sizes).save_pretrained(model)
+    file = tmp_path / "run.yaml"
+    assert main(["init", str(model), str(file), "--task", "chain_sum", *options]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert f"# Of architecture {family}, " in text
+    assert "parameters, with a context of 1,024 tokens." in text
+    assert "fastrl estimate" not in text  # which refuses it
+    config = load_config(RunConfig, file)
+    assert isinstance(config.model, TransformersModelConfig)
+    assert config.model.lora == (LoraConfig() if options else None)
+    assert config.phases[0].optimizer.learning_rate == (1e-3 if options else 1e-4)
+    train = ["train", str(file), "--run-dir", str(tmp_path / "run"), *SHORT]
+    assert main(train if options else ["config", "check", str(file)]) == 0
 
 
 def test_a_task_of_ones_own(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from fastrl.training.model import ModelFiles
 from fastrl.training.tokenizer_folder import GENERATION_CONFIG_FILE
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+# Of transformers' loaders: no download, no code of the folder.
+_NOTHING_ELSE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # The weights in the dtype of training, where that of the folder has fewer bits.
 MASTER_FILE = "trainer/weights.safetensors"
 
@@ -34,29 +38,18 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Model:
         UserError: no such folder or model; weights that are missing, of another shape or that the
             model does not have; a quantised model, code of its own, or adapters without weights.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: must be the folder of a model, there is no such folder")
-    if (folder / ADAPTER_CONFIG_FILE).exists():
-        raise UserError(
-            f"{folder}: must hold a whole model, holds adapters of another one; merge them first"
-            " (`AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()`), and save that"
-        )
-    _check_config(folder)
+    _check_folder(folder)
     logging.disable_progress_bar()
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     loader: Any = AutoModelForCausalLM
-    try:
-        config = AutoConfig.from_pretrained(folder, **options)
+    with _errors_of(folder):
         model, info = loader.from_pretrained(
             folder,
-            config=config,
+            config=AutoConfig.from_pretrained(folder, **_NOTHING_ELSE),
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            **_NOTHING_ELSE,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder}: transformers cannot load the model: {_line(error)}") from error
     found = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if found:
         shown = "; ".join(f"{kind} {names[:5]}" for kind, names in found.items())
@@ -66,8 +59,28 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Model:
     return model.eval()
 
 
-def _check_config(folder: Path) -> None:
+def empty_model(folder: Path) -> Model:
+    """The model of a folder without its weights, on the meta device.
+
+    Raises:
+        UserError: as `load_folder`, but for the weights.
+    """
+    _check_folder(folder)
+    loader: Any = AutoModelForCausalLM
+    with _errors_of(folder), torch.device("meta"):
+        model: Model = loader.from_config(AutoConfig.from_pretrained(folder, **_NOTHING_ELSE))
+    return model
+
+
+def _check_folder(folder: Path) -> None:
     """Refuses what transformers would ask about, or would do otherwise than a run needs."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: must be the folder of a model, there is no such folder")
+    if (folder / ADAPTER_CONFIG_FILE).exists():
+        raise UserError(
+            f"{folder}: must hold a whole model, holds adapters of another one; merge them first"
+            " (`AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()`), and save that"
+        )
     config = read_json(folder / CONFIG_FILE)
     if "quantization_config" in config:
         raise UserError(
@@ -79,6 +92,14 @@ def _check_config(folder: Path) -> None:
             f"{folder / CONFIG_FILE}: `auto_map` must not be there: it names code of the folder,"
             " which is not run; transformers must have the model itself"
         )
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{folder}: transformers cannot load the model: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
