@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,3 +137,21 @@ def test_a_histogram_counts_each_value_once(values: list[float], counts: dict[st
     found = {line.split("#")[0].strip(): int(line.split()[-1]) for line in lines}
     assert sum(found.values()) == len(values)
     assert counts.items() <= found.items()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    """Of documents of 2,000 tokens each, of which a few numbers stay."""
+    peaks = []
+    for num_documents in (2, 20):
+        file = tmp_path / f"{num_documents}{suffix}"
+        answer = [*range(5, 2003)]
+        write_rollouts(file, (_document(n, answer, 1.0) for n in range(num_documents)))
+        tracemalloc.start()
+        lines = _inspected(capsys, str(file))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert lines[2].startswith(f"tokens: {2000 * num_documents:,}, from 2,000 to 2,000")
+    assert peaks[1] < 1.5 * peaks[0]
