@@ -22,12 +22,14 @@ REPORT_FILE = "report.png"
 # What is shown of each loss.
 _METRICS = ("loss", KL, "entropy", "clip_fraction", "kl_ref")
 
+_HELDOUT = "held out"
+
 # What is shown of a step as a whole: the panel, and the name of the curve in it.
 _OF_A_STEP = {
     "grad_norm": ("gradient norm", "before clipping"),
     "completion_length": ("completion length (tokens)", "training"),
     "finished": ("share of truncated completions", "training"),
-    "heldout/finished": ("share of truncated completions", "held out"),
+    "heldout/finished": ("share of truncated completions", _HELDOUT),
 }
 
 
@@ -62,9 +64,6 @@ def report_figure(records: Iterable[Mapping[str, Any]], config: RunConfig) -> An
     figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
     axes = figure.subplots(rows, 2, sharex=True)
     _draw(axes[0, 0], "reward", curves.rewards())
-    if curves.heldout:
-        axes[0, 0].plot(*curves.heldout.points, "o-", color="black", label="held out")
-        axes[0, 0].legend(loc="best")
     _draw_losses(axes[0, 1], curves)
     _draw(axes[1, 0], "entropy (nats a token)", curves.of("entropy"))
     _draw(axes[1, 1], "clip fraction", curves.of("clip_fraction"))
@@ -103,14 +102,12 @@ class _Curves:
     """The curves of a run's records, taken one at a time.
 
     Attributes:
-        heldout: reward on the held-out prompts.
         phase_ends: places between phases.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.heldout = _Curve()
         self.phase_ends: list[float] = []
-        self._rewards = {"of the files": _Curve(), "training": _Curve()}
+        self._rewards = {name: _Curve() for name in ("of the files", "training", _HELDOUT)}
         self._of_steps: dict[str, dict[str, _Curve]] = {}
         self._by_metric: dict[str, dict[str, _Curve]] = {name: {} for name in _METRICS}
         self._last: tuple[int, str] | None = None
@@ -130,7 +127,7 @@ class _Curves:
             source = "of the files" if phase in self._on_files else "training"
             self._rewards[source].add(step, record["reward"])
         if "heldout/reward" in record:
-            self.heldout.add(step, record["heldout/reward"])
+            self._rewards[_HELDOUT].add(step, record["heldout/reward"])
         for key, (title, name) in _OF_A_STEP.items():
             if key in record:
                 value = 1 - record[key] if key.endswith("finished") else record[key]
@@ -145,7 +142,7 @@ class _Curves:
                 self._by_metric[metric].setdefault(name, _Curve()).add(step, value)
 
     def rewards(self) -> dict[str, _Curve]:
-        """Of the documents that were trained on, by where they come from."""
+        """By where their documents come from."""
         return {name: curve for name, curve in self._rewards.items() if curve}
 
     def panels(self) -> dict[str, dict[str, _Curve]]:
@@ -182,4 +179,6 @@ def _draw(axis: Any, title: str, curves: Mapping[str, _Curve]) -> None:
 
 def _plot(axis: Any, curves: Mapping[str, _Curve], first_color: int = 0) -> None:
     for number, (name, curve) in enumerate(curves.items(), first_color):
-        axis.plot(*curve.points, linewidth=1.0, label=name, color=f"C{number}")
+        # Few points, perhaps one, which a line alone would not show.
+        style = {"color": "black", "marker": "o"} if name == _HELDOUT else {"color": f"C{number}"}
+        axis.plot(*curve.points, linewidth=1.0, label=name, **style)

@@ -150,6 +150,9 @@ def test_a_report_shows_what_a_sampled_run_knows_beside() -> None:
         "completion length (tokens)": {"training": [7.0, 7.0]},
         "share of truncated completions": {"training": [0.125, 0.125], "held out": [0.75]},
     }
+    for title in ("reward", "share of truncated completions"):  # a point alone is seen
+        (line,) = (each for each in panels[title].lines if each.get_label() == "held out")
+        assert (line.get_marker(), line.get_color()) == ("o", "black")
     without = [
         {name: value for name, value in record.items() if "kl_ref" not in name}
         for record in records
