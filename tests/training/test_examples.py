@@ -8,6 +8,7 @@ from fastrl.cli import main
 from fastrl.config import RunConfig, load_config
 from fastrl.config.environment import PretrainedTokenizerConfig
 from fastrl.config.training import PretrainedLlamaConfig
+from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.log_files import iter_metrics
 
@@ -47,6 +48,15 @@ def test_the_offline_example_goes_on_with_the_model_of_the_first() -> None:
     assert offline.model.path.endswith(f"{grpo.phase_name(0)}-{warm_up.steps:06}")
     assert offline.tokenizer == PretrainedTokenizerConfig()  # the checkpoint has the first one's
     assert offline.environment == grpo.environment
+
+
+def test_the_adapters_example_goes_on_with_the_supervised_model() -> None:
+    grpo = load_config(RunConfig, EXAMPLES / "transformers_grpo.yaml")
+    lora = load_config(RunConfig, EXAMPLES / "transformers_lora.yaml")
+    assert isinstance(lora.model, TransformersModelConfig)
+    assert lora.model.path.endswith(f"{grpo.phase_name(0)}-{grpo.phases[0].steps:06}")
+    for key in ("environment", "sampler", "tokenizer", "seed"):
+        assert getattr(lora, key) == getattr(grpo, key)
 
 
 def test_heldout_prompts_of_the_examples_are_not_trained_on() -> None:
