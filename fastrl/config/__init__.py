@@ -1,6 +1,7 @@
 """Every knob of fastrl, as frozen pydantic models. Imports no torch."""
 
 from fastrl.config.base import Config, ConfigError, UserError
+from fastrl.config.corrections import CorrectionConfig
 from fastrl.config.loading import dump_config, load_config, parse_config, save_config
 from fastrl.config.loss_options import (
     AdaptiveEntropyConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "ClippedLossConfig",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CrossEntropyLossConfig",
     "DPOLossConfig",
     "DPPOLossConfig",

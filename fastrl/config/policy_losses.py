@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from fastrl.config.corrections import CorrectionConfig, check_correction, check_together, expanded
 from fastrl.config.loss_options import (
     HIGHEST_RATIO,
     EntropyConfig,
@@ -33,6 +34,10 @@ class PolicyGradientLossConfig(LossConfig):
     off_policy_mask: OffPolicyMaskConfig | None = None
     """Drops negative tokens of documents far from the policy."""
 
+    corrections: tuple[CorrectionConfig, ...] = ()
+    """Weights and masks by the ratio of two policies, any number of them; their product counts,
+    with `rollout_correction` and `off_policy_mask`, which are two cases of it."""
+
     max_staleness: int | None = Field(default=None, ge=0)
     """Drops documents sampled by weights more than so many versions old. The denominator stays the
     original count."""
@@ -47,19 +52,39 @@ class PolicyGradientLossConfig(LossConfig):
             columns |= {"old_logprobs"}
         if self.kl is not None:
             columns |= {"ref_logprobs"}
-        if self.rollout_correction is not None:
-            columns |= {"rollout_logprobs"}
-        if self.off_policy_mask is not None:
-            columns |= {f"{self.off_policy_mask.behaviour}_logprobs"}
+        for correction in self.all_corrections(has_ratio=True).values():
+            compared = correction.policies - ({"old"} if self.on_policy else set()) - {"current"}
+            columns |= {f"{policy}_logprobs" for policy in compared}
         if self.max_staleness is not None:
             columns |= {"model_version"}
         return columns
+
+    def all_corrections(self, *, has_ratio: bool) -> dict[str, CorrectionConfig]:
+        """The corrections by the option they come from, for a loss with a ratio or without."""
+        rollout, off_policy = self.rollout_correction, self.off_policy_mask
+        return expanded(rollout, off_policy, self.corrections, has_ratio=has_ratio)
+
+    @property
+    def _has_ratio(self) -> bool:
+        """Whether the loss has a ratio to the old policy, or leaves its column out."""
+        plain = {"on_policy": False, "rollout_correction": None, "off_policy_mask": None}
+        bare = self.model_copy(update=plain | {"corrections": ()})
+        return "old_logprobs" in bare.required_columns()
+
+    @model_validator(mode="after")
+    def _corrections_mean_something(self) -> "PolicyGradientLossConfig":
+        has_ratio = self._has_ratio
+        named = self.all_corrections(has_ratio=has_ratio)
+        for number, entry in enumerate(self.corrections):
+            check_correction(entry, f"corrections.{number}", has_ratio, self.on_policy, self.type)
+        check_together(named)
+        return self
 
     @model_validator(mode="after")
     def _on_policy_has_an_effect(self) -> "PolicyGradientLossConfig":
         if not self.on_policy:
             return self
-        if "old_logprobs" not in self.model_copy(update={"on_policy": False}).required_columns():
+        if not self._has_ratio:
             raise ValueError(
                 f"`on_policy` must not be given with `type: {self.type}`, which does not use"
                 " `old_logprobs`; leave it out"
@@ -231,6 +256,13 @@ class VESPOLossConfig(PolicyGradientLossConfig):
                 " ratio to the behaviour policy already; give the sampler's log-probabilities as"
                 " the documents' `logprobs`"
             )
+        for number, entry in enumerate(self.corrections):
+            if entry.is_weight:
+                raise ValueError(
+                    f"`corrections.{number}.mode: {entry.mode}` must not be given with"
+                    " `type: vespo`, whose weight is the ratio to the behaviour policy already; use"
+                    " `mode: gate`"
+                )
         return self
 
 

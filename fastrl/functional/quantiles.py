@@ -95,3 +95,35 @@ def top_fraction(
     values = torch.where(mask, values, 0)
     threshold = upper_threshold(values[None], mask.long()[None], count, groups)
     return mask & (ordered_keys(values) >= threshold)
+
+
+def mean_at_most(
+    values: Tensor,  # [T]
+    mask: Tensor,  # [T]
+    bound: float,
+    groups: Sequence[ProcessGroup | None] = (),
+) -> Tensor:  # [T]
+    """Whether a value stays if the largest are dropped until the mean of the rest is at most bound.
+
+    The fewest of all ranks' masked values are dropped, equal ones together; all of them where all
+    are above the bound. A mean that exceeds the bound by rounding, 1e-12 of it, is at most the
+    bound, so that the order of a sum does not matter.
+
+    Args:
+        values: non-negative, fp32 or float64 on this rank; no NaN where `mask`.
+        mask: which values are included.
+        bound: above 0.
+        groups: as in `upper_threshold`.
+    """
+    # What is dropped exceeds the bound by at least what the sum of all does. Only values above the
+    # bound are dropped, so that their excess, never negative, can be counted from the top.
+    values = torch.where(mask, values, 0)
+    excess = values - bound
+    excess = excess if values.device.type == "mps" else excess.double()
+    below = torch.where(mask, excess.clamp(max=0), 0).sum()[None]
+    sum_over_ranks_(below, groups)
+    above = torch.where(mask, excess.clamp(min=0), 0)
+    threshold = upper_threshold(
+        values[None], above[None], lambda total: total * (1 - 1e-12) + below, groups
+    )
+    return mask & (ordered_keys(values) < threshold)

@@ -336,7 +336,7 @@ def _draw_packs(case: FuzzCase, random: Random) -> list[list[int]]:
     """Deals the documents to micro-batches and data ranks; what belongs together stays so."""
     micro_batches = random.choice((1, 1, 2, 3))
     whole_groups = any(loss["type"] == "dpo" for loss in case.losses.values())
-    if any((loss.get("entropy") or {}).get("top_fraction") for loss in case.losses.values()):
+    if any(build_loss(config).scope == "batch" for config in case.configs.values()):
         micro_batches = 1  # the quantile is that of a micro-batch
     if whole_groups or case.layout.data > 1:
         units: dict[int, list[int]] = {}

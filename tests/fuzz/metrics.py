@@ -21,6 +21,7 @@ from fastrl.functional.reference.head import documents
 from fastrl.functional.reference.losses import (
     BOUND,
     Tokens,
+    correction_weights,
     kl_estimate,
     token_ratio,
     token_weight,
@@ -148,11 +149,22 @@ def _policy(
     entropy_config = config.entropy
     has_top = entropy_config is not None and entropy_config.top_fraction is not None
     given = (config.rollout_correction, config.off_policy_mask, config.max_staleness)
-    if has_top or any(each is not None for each in given):
+    if has_top or config.corrections or any(each is not None for each in given):
         found["weight"] = mean([label.weight for label in labels])
+    for number in range(len(config.corrections)):
+        factors = [_correction(config, tokens, label, number) for label in labels]
+        found[f"correction_{number}"] = mean(factors)
+        found[f"correction_{number}_masked"] = mean([float(factor == 0) for factor in factors])
     if entropy_config is not None and entropy_config.bonus > 0:
         found["entropy_bonus_max"] = entropy_config.bonus
     return found
+
+
+def _correction(
+    config: PolicyGradientLossConfig, tokens: Tokens, label: _Label, number: int
+) -> float:
+    advantage = tokens.logprobs.new_tensor(label.advantage)
+    return correction_weights(tokens, config.model_dump(), label.slot, advantage)[number]
 
 
 def _clipped(

@@ -65,6 +65,7 @@ def _cases(loss: str, *variants: tuple[str, dict[str, Any]]) -> list[LossCase]:
 # A clip that some of the ratios of `policy_documents` exceed on either side.
 CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
 NARROW = {"epsilon_low": 0.05, "epsilon_high": 0.08}
+_GATE = {"level": "document"}
 
 CASES = [
     *_cases(
@@ -199,6 +200,73 @@ CASES = [
             },
         ),
     ),
+    # Corrections: every statistic, level, aggregate and mode, in few cases.
+    *_cases(
+        "grpo",
+        (
+            "seq_mask_tis",
+            {
+                "corrections": [
+                    _GATE | {"aggregate": "mean", "low": 0.97, "high": 1.02},
+                    {"mode": "truncate", "high": 1.05},
+                ]
+            },
+        ),
+        (
+            "outlier_k3_difference",
+            CLIP
+            | {
+                "corrections": [
+                    _GATE | {"aggregate": "any", "low": 0.9, "high": 1.15},
+                    _GATE | {"aggregate": "sum", "statistic": "k2", "high": 0.04},
+                    {"policy": "current", "statistic": "k3", "high": 0.1, "advantage": "negative"},
+                    {
+                        "policy": "current",
+                        "behaviour": "old",
+                        "statistic": "probability_difference",
+                        "high": 0.02,
+                        "advantage": "positive",
+                    },
+                ]
+            },
+        ),
+        (
+            "second_moment",
+            CLIP
+            | {
+                "corrections": [
+                    {"policy": "current", "level": "batch", "statistic": "k2", "high": 0.04},
+                    {"mode": "mask", "low": 0.95, "high": 1.05, "advantage": "negative"},
+                ]
+            },
+        ),
+    ),
+    *_cases(
+        "gspo",
+        (
+            "corrections",
+            {
+                "on_policy": True,
+                "corrections": [
+                    {"mode": "mask", "level": "document", "aggregate": "sum", "high": 2.0},
+                    _GATE | {"aggregate": "any", "statistic": "k1", "low": -0.4, "high": 2.5},
+                ],
+            },
+        ),
+    ),
+    *_cases(
+        "reinforce",
+        (
+            "corrections",
+            {
+                "corrections": [
+                    {"policy": "current", "mode": "truncate", "low": 0.8, "high": 1.2},
+                    _GATE
+                    | {"policy": "current", "aggregate": "mean", "statistic": "k3", "high": 0.1},
+                ]
+            },
+        ),
+    ),
     *_cases("sapo", ("on_policy", {"on_policy": True, "ratio_level": "document_token"})),
     LossCase("dpo", {"type": "dpo"}, pairs=True),
     LossCase("dpo_mean", {"type": "dpo", "log_ratio": "mean", "beta": 2.0}, pairs=True),
@@ -213,7 +281,14 @@ CASES = [
 ]
 
 # What `on_policy` is refused with: no ratio, and a mask that keeps all that is on policy.
-ALWAYS_OFF_POLICY = {"reinforce", "reinforce_sums", "reinforce_options", "grpo_off_policy"}
+ALWAYS_OFF_POLICY = {
+    "reinforce",
+    "reinforce_sums",
+    "reinforce_options",
+    "reinforce_corrections",
+    "grpo_off_policy",
+    "grpo_outlier_k3_difference",
+}
 # Every policy-gradient case with a ratio, as it is and with `on_policy`.
 BOTH_POLICIES = [
     (case, replace(case, name=f"{case.name}_on_policy", config={**case.config, "on_policy": True}))

@@ -1,7 +1,7 @@
 """The definition of the losses: plain loops over documents and tokens.
 
-Only torch is imported. Give it float64 and the tokens of the whole optimizer step: it counts
-labels, documents and groups itself. It is never changed to match a fast path; only tests and
+Of torch and this folder alone. Give it float64 and the tokens of the whole optimizer step: it
+counts labels, documents and groups itself. It is never changed to match a fast path; only tests and
 benchmarks import it. `LOSSES` names the function of each loss type; `options` are the fields of
 its config.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.functional.reference.corrections import correction_weight
 from fastrl.functional.reference.head import documents
 
 Options = Mapping[str, Any]
@@ -308,11 +309,34 @@ def token_weight(
         drift = sum((behaviour[s] - tokens.logprobs[s]).item() for s in slots) / len(slots)
         if advantage < 0 and drift > mask["threshold"]:
             weight = 0.0
+    for factor in correction_weights(tokens, options, t, advantage):
+        weight = weight * factor
     if options["max_staleness"] is not None:
         assert tokens.model_version is not None
         if tokens.current_version - int(tokens.model_version[t]) > options["max_staleness"]:
             weight = 0.0
     return weight
+
+
+def correction_weights(tokens: Tokens, options: Options, t: int, advantage: Tensor) -> list[float]:
+    """The factor of each of the corrections of token t."""
+    if not options["corrections"]:
+        return []
+    by_document = list(documents(tokens.document_index, tokens.labels))
+    columns = {"current": tokens.logprobs, "old": tokens.old_logprobs}
+    columns["rollout"] = tokens.rollout_logprobs
+    policies = {name: x.tolist() for name, x in columns.items() if x is not None}
+    return [
+        correction_weight(
+            entry,
+            policies[entry["policy"]],
+            policies[entry["behaviour"]],
+            by_document,
+            t,
+            advantage.item(),
+        )
+        for entry in options["corrections"]
+    ]
 
 
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> Tensor:

@@ -1,91 +1,86 @@
-"""Detached weights and masks by the log-ratio of two policies: rollout correction, off-policy."""
+"""Detached weights and masks of tokens, by the log-ratio of two policies."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fastrl.config.loss_options import RolloutCorrectionConfig
-from fastrl.config.policy_losses import PolicyGradientLossConfig
-from fastrl.layers.losses.base import masked
+from fastrl.config.corrections import CorrectionConfig
+from fastrl.functional.quantiles import mean_at_most
+from fastrl.layers.losses.correction_statistics import bounds, statistic, token_values, within
 from fastrl.layers.losses.policy_inputs import PolicyInputs
-from fastrl.layers.losses.ratios import bounded_exp
+from fastrl.layers.losses.ratios import per_document_mean
 
 
-def has_document_weights(config: PolicyGradientLossConfig) -> bool:
-    """Whether a weight depends on the whole document."""
-    rollout = config.rollout_correction
-    by_rollout = rollout is not None and rollout.level == "document"
-    return by_rollout or config.off_policy_mask is not None
-
-
-def correction_columns(
-    config: PolicyGradientLossConfig, inputs: PolicyInputs, rollout: Tensor | None
-) -> dict[str, Tensor]:  # [T] each
-    """The per-token values whose sums over documents the weights need."""
-    columns: dict[str, Tensor] = {}
-    if config.rollout_correction is not None and config.rollout_correction.level == "document":
-        assert rollout is not None
-        columns["rollout"] = rollout
-    if config.off_policy_mask is not None:
-        name = f"{config.off_policy_mask.behaviour}_logprobs"
-        behaviour = inputs.column(name, "off_policy_mask")
-        columns["off_policy"] = masked(behaviour - inputs.logprobs.detach(), inputs.mask)
-    return columns
-
-
-def rollout_log_weights(
-    config: RolloutCorrectionConfig | None, inputs: PolicyInputs, *, has_ratio: bool
-) -> Tensor | None:  # [T]
-    """old - sampler of each token, current - sampler without a ratio; None without correction.
-
-    The ratio is new / old, so that weight times ratio is new / sampler either way.
-    """
-    if config is None:
-        return None
-    sampler = inputs.column("rollout_logprobs", "rollout_correction")
-    policy = inputs.logprobs.detach()
-    if has_ratio:
-        policy = inputs.column("old_logprobs", "rollout_correction")
-    return masked(policy - sampler, inputs.mask)
-
-
-def rollout_weights(
-    log_weights: Tensor,  # [T]
-    config: RolloutCorrectionConfig,
-) -> Tensor:  # [T]
-    """Importance weights w = policy / sampler, bounded.
+class Corrections:
+    """The factors of a loss's corrections, with l = log policy - log behaviour and w = exp(l).
 
         truncate: min(max(w, low), high)      mask: w if low <= w <= high else 0
+        gate: 1 if low <= s <= high else 0, of the statistic s
+        s_t = w_t | k1 = -l | k2 = l^2 / 2 | k3 = w - 1 - l | |exp(log policy) - exp(log behaviour)|
+        document: mean or sum over its tokens on all ranks, of l for w; any: all s_t within bounds
 
     Args:
-        log_weights: log w, without gradient, of each token, or of its document (the sum of its
-            tokens' for `mean: product`, their mean for `mean: geometric`).
-        config: of the correction.
+        entries: by option.
+        inputs: of the loss.
+
+    Raises:
+        ValueError: the batch lacks a column.
 
     References:
         Truncated: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
         Training, 2025. Masked: Liu et al., When Speed Kills Stability, 2025; IcePop in Ling,
-        arXiv:2510.18855.
+        arXiv:2510.18855. k1 of documents with A < 0: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
+        Batch level: M2PO, arXiv:2510.01161. k1 to k3: `kl_estimate`.
     """
-    weights = bounded_exp(log_weights)
-    low = 0.0 if config.low is None else config.low
-    high = math.inf if config.high is None else config.high
-    if config.mode == "truncate":
-        return weights.clamp(low, high)
-    return torch.where((weights >= low) & (weights <= high), weights, 0)
 
+    def __init__(self, entries: Mapping[str, CorrectionConfig], inputs: PolicyInputs) -> None:
+        self.entries = entries
+        self.inputs = inputs
+        # Of each entry l for a ratio, else the statistic: what is summed over documents.
+        self._values = {name: token_values(entry, name, inputs) for name, entry in entries.items()}
 
-def off_policy_mask(
-    mean_log_ratios: Tensor,  # [T]
-    advantages: Tensor,  # [T]
-    threshold: float,
-) -> Tensor:  # [T]
-    """Whether a token is kept: A >= 0, or its document's mean of behaviour - new <= threshold.
+    def columns(self) -> dict[str, Tensor]:  # [T] each
+        """The per-token values whose sums over documents are needed."""
+        found = {}
+        for name, entry in self.entries.items():
+            if entry.level == "document":
+                values = self._values[name]
+                if entry.aggregate == "any":
+                    outside = ~within(statistic(values, entry), entry) & self.inputs.mask
+                    values = outside.to(values.dtype)
+                found[name] = values
+        return found
 
-    References:
-        DeepSeek-V3.2, arXiv:2512.02556, equation 9.
-    """
-    return (advantages >= 0) | (mean_log_ratios <= threshold)
+    def factors(
+        self,
+        sums: Mapping[str, Tensor],  # [T] each
+        advantages: Tensor,  # [T]
+        groups: Sequence[ProcessGroup | None],
+    ) -> dict[str, Tensor]:  # [T] each
+        """The factor of each entry, from the sums over documents; `groups` hold the micro-batch."""
+        found = {}
+        for name, entry in self.entries.items():
+            values = sums.get(name, self._values[name])
+            if entry.aggregate == "mean":
+                values = per_document_mean(values, self.inputs.batch)
+            held = statistic(values, entry)
+            if entry.level == "batch":
+                assert entry.high is not None
+                kept = mean_at_most(values, self.inputs.mask, entry.high, groups)
+            else:
+                kept = values == 0 if entry.aggregate == "any" else within(held, entry)
+            if entry.mode == "truncate":
+                factor = held.clamp(*bounds(entry))
+            elif entry.mode == "mask":
+                factor = torch.where(kept, held, 0)
+            else:
+                factor = kept.to(advantages.dtype)
+            if entry.advantage != "any":
+                acts = advantages < 0 if entry.advantage == "negative" else advantages > 0
+                factor = torch.where(acts, factor, 1)
+            found[name] = factor
+        return found

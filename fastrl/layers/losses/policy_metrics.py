@@ -35,13 +35,19 @@ def policy_metrics(
     KL(sampler, old); `rollout_weight` = old / sampler with its moments; `staleness` and
     `staleness_max`; `reward` with its square, over the documents that have one. Those without
     `_k1` are k3 estimates. With a clip: `clip_fraction`, `_low`, `_high`. `weight`, the product of
-    all weights and masks, where there are any; `entropy`, `entropy_bonus_max` likewise, and
-    `kl_coefficient_max` where it adapts.
+    all weights and masks, where there are any; of entry i of `corrections` `correction_i`, its mean
+    factor, and `correction_i_masked`, the share that it drops; `entropy`, `entropy_bonus_max`
+    likewise, and `kl_coefficient_max` where it adapts.
     """
     columns: dict[str, Tensor] = {"logprob": statistics.logprobs}
     columns["active_fraction"] = _active(terms).to(torch.float32)
     if terms.weights is not None:
         columns["weight"] = terms.weights
+    for option, factor in terms.corrections.items():
+        _, _, number = option.partition(".")
+        if number:
+            columns[f"correction_{number}"] = factor
+            columns[f"correction_{number}_masked"] = (factor == 0).to(torch.float32)
     if statistics.entropy is not None:
         columns["entropy"] = statistics.entropy
     if clipped is not None:

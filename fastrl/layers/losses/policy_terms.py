@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class PolicyTerms:
         weights: detached product of all weights and masks; None is 1.
         kl: the penalty of each token, coefficient included; None without.
         kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
+        corrections: the detached factor of each correction, by its option.
     """
 
     mask: Tensor
@@ -34,11 +37,15 @@ class PolicyTerms:
     weights: Tensor | None
     kl: Tensor | None
     kept_entropy: Tensor | None
+    corrections: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> PolicyTerms:
         """The terms without their graph."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{n: x.detach() for n, x in values.items() if x is not None})
+        values = {x.name: getattr(self, x.name) for x in fields(self)}
+        graph: dict[str, Any] = {
+            name: x.detach() for name, x in values.items() if isinstance(x, Tensor)
+        }
+        return replace(self, **graph)
 
 
 def weighted(values: Tensor, terms: PolicyTerms) -> Tensor:  # [T]

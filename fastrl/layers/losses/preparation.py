@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor
 
+from fastrl.config.corrections import CorrectionConfig
 from fastrl.config.loss_options import RatioLevel
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Scope
-from fastrl.layers.losses.corrections import (
-    correction_columns,
-    has_document_weights,
-    rollout_log_weights,
-)
+from fastrl.layers.losses.corrections import Corrections
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import KLCoefficient, kl_penalty
 from fastrl.layers.losses.policy_inputs import PolicyInputs, policy_inputs
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import per_document, per_document_mean, ratio_of_level
-from fastrl.layers.losses.weights import kept_entropy, token_weights, top_entropy
+from fastrl.layers.losses.weights import kept_entropy, token_weights, top_entropy, weights_scope
 
 PolicyGradientConfigT = TypeVar("PolicyGradientConfigT", bound=PolicyGradientLossConfig)
 
@@ -42,17 +40,17 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
         """The token log-ratios that are summed to the document's."""
         return log_ratios
 
+    @cached_property
+    def _corrections(self) -> dict[str, CorrectionConfig]:
+        """The corrections of the config by option, `rollout_correction` among them."""
+        return self.config.all_corrections(has_ratio=self.ratio_level != "none")
+
     @property
     def scope(self) -> Scope:
-        config = self.config
-        if config.entropy is not None and config.entropy.top_fraction is not None:
-            return "batch"
-        by_document = (
-            self.ratio_level not in ("none", "token")
-            or (config.kl is not None and config.kl.ratio_level != "token")
-            or has_document_weights(config)
-        )
-        return "document" if by_document else "token"
+        kl, scope = self.config.kl, weights_scope(self.config, self._corrections)
+        kl_level = "token" if kl is None else kl.ratio_level
+        by_document = self.ratio_level not in ("none", "token") or kl_level != "token"
+        return "document" if scope == "token" and by_document else scope
 
     def prepare(self, statistics: TokenStatistics, batch: BatchKwargs) -> PolicyTerms:
         """The terms of the tokens, with at most one all-reduce of document sums.
@@ -63,12 +61,15 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
         config, level = self.config, self.ratio_level
         batch = self._with_old_policy(statistics, batch)
         inputs = policy_inputs(self, level, statistics, batch)
-        rollout = rollout_log_weights(config.rollout_correction, inputs, has_ratio=level != "none")
-        sums = per_document(self._document_columns(inputs, rollout), batch, self.token_groups)
+        corrections = Corrections(self._corrections, inputs)
+        columns = corrections.columns() | self._document_columns(inputs)
+        sums = per_document(columns, batch, self.token_groups)
         advantages = inputs.advantages
         if level == "document":
             advantages = per_document_mean(sums["advantages"], batch)
-        top = top_entropy(config.entropy, inputs, (*self.token_groups, self.data_group))
+        groups = (*self.token_groups, self.data_group)
+        factors = corrections.factors(sums, advantages, groups)
+        top = top_entropy(config.entropy, inputs, groups)
         return PolicyTerms(
             inputs.mask,
             inputs.logprobs,
@@ -76,24 +77,23 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
             ratio_of_level(level, inputs, sums.get("log_ratios")),
             advantages,
             inputs.advantages,
-            token_weights(config, inputs, advantages, rollout, sums, top),
+            token_weights(config.max_staleness, inputs, factors, top),
             kl_penalty(config.kl, inputs, sums.get("kl_log_ratios"), self.kl_coefficient.value),
             kept_entropy(inputs, top) if self.entropy_bonus.can_act else None,
+            factors,
         )
 
     def _with_old_policy(self, statistics: TokenStatistics, batch: BatchKwargs) -> BatchKwargs:
         """The batch with the old policy's log-probabilities, the pass's own with `on_policy`."""
-        if not self.on_policy:
-            return batch
-        return batch.replace(old_logprobs=statistics.logprobs.detach())
+        return batch.replace(old_logprobs=statistics.logprobs.detach()) if self.on_policy else batch
 
-    def _document_columns(self, inputs: PolicyInputs, rollout: Tensor | None) -> dict[str, Tensor]:
-        """The per-token values, [T] each, whose sums over documents are needed."""
-        config = self.config
-        columns = correction_columns(config, inputs, rollout)
-        if self.ratio_level not in ("none", "token"):
+    def _document_columns(self, inputs: PolicyInputs) -> dict[str, Tensor]:
+        """The per-token values, [T] each, whose sums over documents ratio and KL need."""
+        config, level = self.config, self.ratio_level
+        columns: dict[str, Tensor] = {}
+        if level not in ("none", "token"):
             columns["log_ratios"] = self.document_log_ratios(inputs.log_ratios, inputs.advantages)
-        if self.ratio_level == "document":
+        if level == "document":
             columns["advantages"] = inputs.advantages
         if config.kl is not None and config.kl.ratio_level != "token":
             columns["kl_log_ratios"] = inputs.log_ratios

@@ -3,63 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import mul
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastrl.config.corrections import CorrectionConfig
 from fastrl.config.loss_options import EntropyConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.quantiles import top_fraction
-from fastrl.layers.losses.base import masked
-from fastrl.layers.losses.corrections import off_policy_mask, rollout_weights
+from fastrl.layers.losses.base import Scope, masked
 from fastrl.layers.losses.policy_inputs import PolicyInputs
-from fastrl.layers.losses.ratios import per_document_mean
+
+
+def weights_scope(
+    config: PolicyGradientLossConfig, corrections: Mapping[str, CorrectionConfig]
+) -> Scope:
+    """What a token's weight depends on: that token alone, its document, or the micro-batch."""
+    levels = {entry.level for entry in corrections.values()}
+    selects = config.entropy is not None and config.entropy.top_fraction is not None
+    if selects or "batch" in levels:
+        return "batch"
+    return "document" if "document" in levels else "token"
 
 
 def token_weights(
-    config: PolicyGradientLossConfig,
+    max_staleness: int | None,
     inputs: PolicyInputs,
-    advantages: Tensor,  # [T]
-    rollout: Tensor | None,  # [T]
-    sums: Mapping[str, Tensor],  # [T] each
+    corrections: Mapping[str, Tensor],  # [T] each
     top: Tensor | None,  # [T]
 ) -> Tensor | None:  # [T]
-    """The product of all weights; None without any.
-
-    Args:
-        config: of the loss.
-        inputs: of the loss.
-        advantages: of the token, or of its document where the ratio is the document's.
-        rollout: log-weights of the rollout correction.
-        sums: sums over documents.
-        top: the mask of `top_entropy`.
-    """
-    factors: list[Tensor] = []
-    if config.rollout_correction is not None:
-        assert rollout is not None
-        if config.rollout_correction.level == "document":
-            rollout = sums["rollout"]
-        if config.rollout_correction.mean == "geometric":
-            rollout = per_document_mean(rollout, inputs.batch)
-        factors.append(rollout_weights(rollout, config.rollout_correction))
-    if config.off_policy_mask is not None:
-        means = per_document_mean(sums["off_policy"], inputs.batch)
-        kept = off_policy_mask(means, advantages, config.off_policy_mask.threshold)
-        factors.append(kept.to(advantages.dtype))
-    if config.max_staleness is not None:
+    """The product of all weights, of corrections, staleness and `top_entropy`; None without any."""
+    dtype = inputs.advantages.dtype
+    factors = list(corrections.values())
+    if max_staleness is not None:
         inputs.column("current_version", "max_staleness")
         version = inputs.column("model_version", "max_staleness")
-        kept = staleness_mask(version, inputs.batch, config.max_staleness)
-        factors.append(kept.to(advantages.dtype))
+        factors.append(staleness_mask(version, inputs.batch, max_staleness).to(dtype))
     if top is not None:
-        factors.append(top.to(advantages.dtype))
-    if not factors:
-        return None
-    weights = factors[0]
-    for factor in factors[1:]:
-        weights = weights * factor
-    return weights
+        factors.append(top.to(dtype))
+    return reduce(mul, factors) if factors else None
 
 
 def top_entropy(

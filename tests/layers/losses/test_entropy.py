@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastrl.config import EntropyConfig
-from fastrl.functional.quantiles import ordered_keys, top_fraction, upper_threshold
+from fastrl.functional.quantiles import mean_at_most, ordered_keys, top_fraction, upper_threshold
 from fastrl.layers.losses.entropy import EntropyBonus
 from tests.helpers.loss_cases import pack, policy_documents
 from tests.helpers.loss_heads import capped_head, random_hidden
@@ -70,6 +70,29 @@ def test_the_mask_is_that_of_the_quantile(fraction: float, count: int, dtype: to
 def test_no_value_takes_part() -> None:
     mask = torch.zeros(4, dtype=torch.bool)
     assert not top_fraction(torch.randn(4), mask, 0.5).any()
+    assert not mean_at_most(torch.rand(4), mask, 0.5).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 10, 200])
+@pytest.mark.parametrize("bound", [1e-3, 0.3, 1.0, 5.0])
+def test_the_fewest_are_dropped_for_a_mean(bound: float, count: int, dtype: torch.dtype) -> None:
+    values = torch.randn(count + 5, dtype=dtype).square()
+    mask = torch.ones(count + 5, dtype=torch.bool)
+    mask[torch.randperm(count + 5)[:5]] = False
+    kept = sorted(values[mask].tolist())
+    while kept and sum(kept) / len(kept) > bound:
+        kept.pop()
+    expected = mask & (values <= (kept[-1] if kept else -1.0))
+    assert torch.equal(mean_at_most(values, mask, bound), expected)
+
+
+def test_equal_values_are_dropped_together_and_a_mean_at_the_bound_is_kept() -> None:
+    values = torch.tensor([1.0, 3.0, 3.0, 0.1, 0.1, 0.1])
+    mask = torch.tensor([True, True, True, False, False, False])
+    assert mean_at_most(values, mask, 2.0).tolist() == [True, *[False] * 5]
+    values = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    assert mean_at_most(values, torch.ones(3, dtype=torch.bool), 0.2).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -95,6 +95,115 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 
+# A correction, options of its loss, what the message says.
+REFUSED_CORRECTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, "`mode: gate` must have `low` or `high`"),
+    ({"mode": "mask"}, {}, "`mode: mask` must have `low` or `high`"),
+    ({"low": 2.0, "high": 1.0}, {}, "`low` must be below `high`"),
+    ({"low": -0.1}, {}, "`low` must be above 0"),
+    ({"high": 0.0}, {}, "`high` must be above 0"),
+    (
+        {"statistic": "k2", "low": 0.1, "high": 0.2},
+        {},
+        "`low` must not be given with `statistic: k2",
+    ),
+    ({"statistic": "probability_difference", "high": 1.0}, {}, "`high` must be below 1"),
+    ({"behaviour": "old", "high": 2.0}, {}, "`policy: old` must not go with `behaviour: old`"),
+    ({"level": "document", "high": 2.0}, {}, "`aggregate` must be given with `level: document`"),
+    ({"aggregate": "any", "high": 2.0}, {}, "`aggregate` must be given with `level: document`"),
+    (
+        {"mode": "truncate", "statistic": "k3", "high": 2.0},
+        {},
+        "`mode: truncate` must go with `statistic: ratio`",
+    ),
+    (
+        {"mode": "mask", "level": "document", "aggregate": "any", "high": 2.0},
+        {},
+        "must not go with `aggregate: any`",
+    ),
+    ({"level": "batch", "high": 2.0}, {}, "`level: batch` must not go with `statistic: ratio`"),
+    (
+        {"level": "batch", "statistic": "k2", "high": 2.0, "advantage": "negative"},
+        {},
+        "`level: batch` must not go with `advantage: negative`",
+    ),
+    ({"high": 2.0}, {"type": "reinforce"}, "`corrections.0` must compare `policy: current`"),
+    (
+        {"policy": "current", "behaviour": "old", "high": 2.0},
+        {"on_policy": True},
+        "`corrections.0`: `behaviour: old` has no effect with `on_policy`",
+    ),
+    (
+        {"policy": "current", "mode": "truncate"},
+        {},
+        "whose ratio current / old would count twice",
+    ),
+    ({"mode": "mask", "high": 2.0}, {"type": "vespo"}, "must not be given with `type: vespo`"),
+    (
+        {"mode": "truncate", "high": 2.0},
+        {"rollout_correction": {}},
+        "must differ from `rollout_correction`",
+    ),
+    (
+        {"mode": "mask", "high": 3.0},
+        {"rollout_correction": {}},
+        "must not be a second weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "message"), REFUSED_CORRECTIONS, ids=lambda value: str(value)[:60]
+)
+def test_a_correction_is_refused_by_name(
+    entry: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    config = {"type": "grpo", "corrections": [entry], **options}
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyLossConfig).validate_python(config)
+
+
+def test_weights_may_differ_by_the_sign_of_the_advantage() -> None:
+    entries = [
+        {"mode": "truncate", "high": 2.0, "advantage": "negative"},
+        {"mode": "mask", "high": 3.0, "advantage": "positive"},
+    ]
+    assert len(GRPOLossConfig.model_validate({"corrections": entries}).corrections) == 2
+
+
+OLD_KEYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"rollout_correction": {"high": 1.05}}, {"mode": "truncate", "high": 1.05}),
+    (
+        {"rollout_correction": {"level": "document", "mean": "geometric", "mode": "mask"}},
+        {"mode": "mask", "level": "document", "aggregate": "mean", "high": 2.0},
+    ),
+    (
+        {"off_policy_mask": {"threshold": 0.02}},
+        {
+            "policy": "current",
+            "behaviour": "old",
+            "level": "document",
+            "aggregate": "mean",
+            "statistic": "k1",
+            "high": 0.02,
+            "advantage": "negative",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "entry"), OLD_KEYS, ids=["token", "document", "off_policy"])
+def test_options_of_their_own_are_cases_of_corrections(
+    options: dict[str, Any], entry: dict[str, Any]
+) -> None:
+    batch = pack(LossCase("", {}).documents())
+    statistics = random_statistics(batch)
+    cases = [LossCase("", {"type": "grpo", **x}) for x in (options, {"corrections": [entry]})]
+    old, new = (case.loss() for case in cases)
+    assert torch.equal(old(statistics, batch), new(statistics, batch))
+    assert old.scope == new.scope
+    assert old.config.required_columns() == new.config.required_columns()
+
 
 class NoRatioConfig(PolicyGradientLossConfig):
     """Of a loss of one's own without a ratio."""

@@ -114,6 +114,25 @@ def test_weights_of_all_masks() -> None:
     torch.testing.assert_close(metrics["weight"], kept.double().mean())
 
 
+def test_each_correction_has_its_mean_and_what_it_drops() -> None:
+    batch = pack(policy_documents())
+    statistics = random_statistics(batch)
+    entries = [{"mode": "truncate", "high": 1.05}, {"low": 0.95, "high": 1.05}]
+    case = LossCase("both", {"type": "grpo", "corrections": entries})
+    metrics = case.loss().metrics(statistics, batch)
+    mask = batch.labels != -100
+    assert batch.old_logprobs is not None
+    assert batch.rollout_logprobs is not None
+    ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask].exp()
+    outside = ((ratio < 0.95) | (ratio > 1.05)).double().mean()
+    assert 0 < outside < 1
+    torch.testing.assert_close(metrics["correction_0"], ratio.clamp(max=1.05).mean())
+    assert metrics["correction_0_masked"] == 0
+    torch.testing.assert_close(metrics["correction_1"], 1 - outside)
+    torch.testing.assert_close(metrics["correction_1_masked"], outside)
+    assert "correction_0" not in LossCase("old", {"type": "grpo"}).loss().metrics(statistics, batch)
+
+
 def test_parts_are_put_together_by_name() -> None:
     parts = [
         {"a/x": torch.tensor(1.0), "a/x_min": torch.tensor(3.0), "a/x_max": torch.tensor(3.0)},
