@@ -20,6 +20,7 @@ from fastrl.config.losses import (
     HeadOptions,
     KeepSetConfig,
     LanguageModelHeadConfig,
+    SquaredLogRatioLossConfig,
     ZLossConfig,
 )
 from fastrl.config.model import LlamaConfig
@@ -70,6 +71,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RunConfig",
     "SAPOLossConfig",
+    "SquaredLogRatioLossConfig",
     "UserError",
     "VESPOLossConfig",
     "ZLossConfig",

@@ -72,6 +72,7 @@ TYPE_ALIASES: dict[str, str] = {
     "dppo_tv": "`dppo`",
     "dppo_kl": "`dppo` with `divergence: kl`",
     "gpg": "`reinforce`",
+    "dro": "`squared_log_ratio` beside `reinforce`",
     "policy_gradient": "`reinforce`",
     "rloo": "`reinforce`, with `advantage.baseline: leave_one_out` of the phase",
     "sft": "`cross_entropy`",

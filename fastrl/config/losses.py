@@ -47,6 +47,26 @@ class ZLossConfig(LossConfig):
     """Factor on this loss in the sum over the head's losses; PaLM's value."""
 
 
+class SquaredLogRatioLossConfig(LossConfig):
+    """Square of the log-ratio of policy to behaviour policy (arXiv:2501.12599, arXiv:2405.19107).
+
+    It has no advantages: the loss of Kimi k1.5 and DRO is `reinforce` beside it.
+    """
+
+    type: Literal["squared_log_ratio"] = "squared_log_ratio"
+    """Names the loss."""
+
+    behaviour: Literal["old", "rollout"] = "old"
+    """Whose log-probabilities: `old_logprobs`, or the sampler's `rollout_logprobs`."""
+
+    level: Literal["token", "document"] = "token"
+    """Whether each token's log-ratio is squared, or the sum over its document."""
+
+    def required_columns(self) -> frozenset[str]:
+        """The behaviour policy."""
+        return super().required_columns() | {f"{self.behaviour}_logprobs"}
+
+
 class DPOLossConfig(LossConfig):
     """Preference between the chosen and the rejected document of each pair (arXiv:2305.18290)."""
 
@@ -104,6 +124,7 @@ class DistillationLossConfig(LossConfig):
 BuiltInLossConfig = Annotated[
     CrossEntropyLossConfig
     | ZLossConfig
+    | SquaredLogRatioLossConfig
     | DPOLossConfig
     | DistillationLossConfig
     | GRPOLossConfig

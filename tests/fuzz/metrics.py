@@ -15,6 +15,7 @@ from fastrl.config.losses import (
     CrossEntropyLossConfig,
     DistillationLossConfig,
     DPOLossConfig,
+    SquaredLogRatioLossConfig,
     ZLossConfig,
 )
 from fastrl.functional.reference.head import documents
@@ -62,6 +63,8 @@ def metrics_of(
     if isinstance(config, DistillationLossConfig):
         assert tokens.divergence is not None
         numbers["divergence"] = mean([tokens.divergence[t].item() for t in slots])
+    if isinstance(config, SquaredLogRatioLossConfig):
+        numbers |= _log_ratios(config, tokens)
     if isinstance(config, DPOLossConfig):
         numbers |= _pairs(config, tokens)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
@@ -165,6 +168,19 @@ def _correction(
 ) -> float:
     advantage = tokens.logprobs.new_tensor(label.advantage)
     return correction_weights(tokens, config.model_dump(), label.slot, advantage)[number]
+
+
+def _log_ratios(config: SquaredLogRatioLossConfig, tokens: Tokens) -> dict[str, float]:
+    behaviours = {"old": tokens.old_logprobs, "rollout": tokens.rollout_logprobs}
+    behaviour = behaviours[config.behaviour]
+    assert behaviour is not None
+    found = []
+    for slots in documents(tokens.document_index, tokens.labels):
+        log_ratios = [(tokens.logprobs[t] - behaviour[t]).item() for t in slots]
+        if config.level == "document":
+            log_ratios = [math.fsum(log_ratios)] * len(slots)
+        found += log_ratios
+    return _moments("log_ratio", found)
 
 
 def _clipped(

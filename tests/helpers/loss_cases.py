@@ -267,6 +267,11 @@ CASES = [
             },
         ),
     ),
+    *_cases(
+        "squared_log_ratio",
+        ("", {"weight": 0.05}),
+        ("document", {"level": "document", "behaviour": "rollout", "normalisation": "documents"}),
+    ),
     *_cases("sapo", ("on_policy", {"on_policy": True, "ratio_level": "document_token"})),
     LossCase("dpo", {"type": "dpo"}, pairs=True),
     LossCase("dpo_mean", {"type": "dpo", "log_ratio": "mean", "beta": 2.0}, pairs=True),

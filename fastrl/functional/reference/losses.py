@@ -100,6 +100,22 @@ def z_loss(tokens: Tokens, options: Options) -> Tensor:
     return normalise(values, tokens, options)
 
 
+def squared_log_ratio(tokens: Tokens, options: Options) -> Tensor:
+    """The square of the token's log-ratio to the behaviour policy, or of its document's sum."""
+    behaviours = {"old": tokens.old_logprobs, "rollout": tokens.rollout_logprobs}
+    behaviour = behaviours[options["behaviour"]]
+    assert behaviour is not None
+    values = {}
+    for slots in documents(tokens.document_index, tokens.labels):
+        log_ratios = {t: tokens.logprobs[t] - behaviour[t] for t in slots}
+        for t in slots:
+            log_ratio = log_ratios[t]
+            if options["level"] == "document":
+                log_ratio = torch.stack(list(log_ratios.values())).sum()
+            values[t] = log_ratio * log_ratio
+    return normalise(values, tokens, options)
+
+
 def distillation(tokens: Tokens, options: Options) -> Tensor:
     """The divergence."""
     assert tokens.divergence is not None
@@ -392,6 +408,7 @@ def top_entropy_slots(tokens: Tokens, options: Options) -> set[int]:
 LOSSES: dict[str, Callable[[Tokens, Options], Tensor]] = {
     "cross_entropy": cross_entropy,
     "z_loss": z_loss,
+    "squared_log_ratio": squared_log_ratio,
     "dpo": dpo,
     "distillation": distillation,
     "grpo": lambda tokens, options: policy_gradient(tokens, options, clipped, "token"),

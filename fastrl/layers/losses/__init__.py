@@ -22,6 +22,7 @@ from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.reinforce import ReinforceLoss
 from fastrl.layers.losses.sapo import SAPOLoss
+from fastrl.layers.losses.squared_log_ratio import SquaredLogRatioLoss
 from fastrl.layers.losses.vespo import VESPOLoss
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PolicyTerms",
     "ReinforceLoss",
     "SAPOLoss",
+    "SquaredLogRatioLoss",
     "VESPOLoss",
     "ZLoss",
     "add_metrics",
@@ -61,6 +63,7 @@ _LOSSES: dict[str, type[LanguageModelLoss[Any]]] = {
     "luspo": LUSPOLoss,
     "reinforce": ReinforceLoss,
     "sapo": SAPOLoss,
+    "squared_log_ratio": SquaredLogRatioLoss,
     "vespo": VESPOLoss,
     "z_loss": ZLoss,
 }
