@@ -11,7 +11,7 @@ from benchmarks.frameworks.batch import HIDDEN_SIZE, VOCAB_SIZE, RecordedBatch, 
 from fastrl import LanguageModelHead, LanguageModelHeadConfig, TokenBatch, linear_logprobs
 from fastrl.data.batch import BatchCounts
 
-Config = dict[str, Any]
+Config = dict[str, Any]  # of a loss, or of several by name
 OTHER_STEP = 200  # labels of the other optimizer step of a generation
 
 
@@ -33,7 +33,7 @@ def sum_of_pieces(
             {
                 "hidden_size": HIDDEN_SIZE,
                 "vocab_size": VOCAB_SIZE,
-                "losses": {"policy": config},
+                "losses": {"policy": config} if "type" in config else config,
             }
         ),
         owns_weight=False,

@@ -188,7 +188,12 @@ def in_words(settings: Mapping[str, Any], *bounds: Mapping[str, Any]) -> str:
     for left_out in bounds:
         if left_out.items() <= settings.items():
             settings = {name: value for name, value in settings.items() if name not in left_out}
-    return ", ".join(
-        f"{name}: {{{in_words(value)}}}" if isinstance(value, Mapping) else f"{name}: {value}"
-        for name, value in settings.items()
-    )
+    return ", ".join(f"{name}: {_in_words(value)}" for name, value in settings.items())
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{in_words(value)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_words, value))}]"
+    return str(value)

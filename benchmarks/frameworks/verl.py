@@ -65,10 +65,12 @@ def inputs(piece: Piece, rollout: dict[str, Any] | None, old: str) -> Any:
     }
     if rollout is not None:
         correction = installed("verl.trainer.ppo.rollout_corr_helper")
-        weights, _, _ = correction.compute_rollout_correction_and_rejection_mask(
+        weights, kept, _ = correction.compute_rollout_correction_and_rejection_mask(
             piece.column("logprobs"), piece.column("rollout_logprobs"), piece.mask.long(), **rollout
         )
-        columns["rollout_is_weights"] = of_tokens(piece, weights.batch["rollout_is_weights"])
+        columns["response_mask"] = of_tokens(piece, kept)
+        if weights is not None:
+            columns["rollout_is_weights"] = of_tokens(piece, weights.batch["rollout_is_weights"])
     return installed("tensordict").TensorDict(columns, batch_size=[len(piece.documents)])
 
 
@@ -189,11 +191,50 @@ def all_rows() -> list[Row]:
     wide = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.1}
     same = {"type": "gmpo", "epsilon_low": 0.2, "epsilon_high": 0.1}
     found.append(row("geo_mean", wide, same, rows.NOT_OVER_MICRO_BATCHES))
+    dro = {
+        "policy": {"type": "reinforce"},
+        "square": {"type": "squared_log_ratio", "weight": 0.05},
+    }
+    found.append(row("dro", {}, dro, policy_loss={"dro_beta": 0.1}))
     found += [
         row("vanilla", VANILLA, GRPO, masked=True),
         row("vanilla", VANILLA | BY_DOCUMENTS, GRPO | DOCUMENTS, rows.ALL_DOCUMENTS, masked=True),
     ]
     return [*found, *terms(), *missing()]
+
+
+def rejection(name: str, threshold: str | float) -> dict[str, Any]:
+    """verl's options of one mode of `rollout_rs`."""
+    return {"rollout_rs": name, "rollout_rs_threshold": threshold}
+
+
+DOCUMENT = {"level": "document"}
+ANY: dict[str, Any] = DOCUMENT | {"aggregate": "any"}
+SUM: dict[str, Any] = DOCUMENT | {"aggregate": "sum"}
+MEAN: dict[str, Any] = DOCUMENT | {"aggregate": "mean"}
+# verl's options and fastrl's corrections. verl's bounds of k1 are exp(k1): those of 1 / ratio.
+REJECTIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (rejection("token_k1", "0.9765625_1.25"), [{"low": 0.8, "high": 1.024}]),
+    (rejection("token_k2", 0.002), [{"statistic": "k2", "high": 0.002}]),
+    (rejection("token_k3", 0.001), [{"statistic": "k3", "high": 0.001}]),
+    (rejection("seq_sum_k1", "0.8_1.024"), [SUM | {"low": 0.9765625, "high": 1.25}]),
+    (rejection("seq_sum_k2", 0.03), [SUM | {"statistic": "k2", "high": 0.03}]),
+    (rejection("seq_sum_k3", 0.02), [SUM | {"statistic": "k3", "high": 0.02}]),
+    (rejection("seq_mean_k1", "0.9765625_1.024"), [MEAN | {"low": 0.9765625, "high": 1.024}]),
+    (rejection("seq_mean_k2", 0.002), [MEAN | {"statistic": "k2", "high": 0.002}]),
+    (rejection("seq_mean_k3", 0.003), [MEAN | {"statistic": "k3", "high": 0.003}]),
+    (rejection("seq_max_k2", 0.01), [ANY | {"statistic": "k2", "high": 0.01}]),
+    (rejection("seq_max_k3", 0.015), [ANY | {"statistic": "k3", "high": 0.015}]),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": 1.05}
+        | rejection("token_k2,seq_mean_k1", "0.005,0.9765625_1.024"),
+        [
+            {"mode": "truncate", "high": 1.05},
+            {"statistic": "k2", "high": 0.005},
+            MEAN | {"low": 0.9765625, "high": 1.024},
+        ],
+    ),
+]
 
 
 def terms() -> list[Row]:
@@ -223,6 +264,9 @@ def terms() -> list[Row]:
     ):
         config = GRPO | {"rollout_correction": correction}
         found.append(row("vanilla", VANILLA, config, rollout=rollout))
+    for rollout, corrections in REJECTIONS:
+        config = GRPO | {"corrections": corrections}
+        found.append(row("vanilla", VANILLA, config, rollout=rollout))
     # Its old policy is the sampler, to which the weights are taken.
     rollout = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 1.05}
     config = {"type": "reinforce", "rollout_correction": {"high": 1.05}}
@@ -235,7 +279,6 @@ def missing() -> list[Row]:
     return [
         row("clip_cov", CLIP, None, rows.NONE),
         row("kl_cov", {}, None, rows.NONE),
-        row("dro", {}, None, rows.NONE, policy_loss={"dro_beta": 0.1}),
         row(
             "vanilla",
             VANILLA | {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1"},
