@@ -41,5 +41,5 @@ def test_a_planted_fault_is_found_and_shown_again_by_its_seed(
         assert match is not None, out
         assert "'type': 'reinforce'" in out
         assert main(["--case", match[1]]) == 1
-        assert "hidden_states: " in capsys.readouterr().out
+        assert "off by" in capsys.readouterr().out
     assert main(["--case", match[1]]) == 0
