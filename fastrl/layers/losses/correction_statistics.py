@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 
 from fastrl.config.corrections import CorrectionConfig
+from fastrl.functional.kl import kl_estimate
 from fastrl.layers.losses.base import masked
-from fastrl.layers.losses.kl import kl_estimate
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import bounded_exp
 
