@@ -200,7 +200,23 @@ def all_rows() -> list[Row]:
         row("vanilla", VANILLA, GRPO, masked=True),
         row("vanilla", VANILLA | BY_DOCUMENTS, GRPO | DOCUMENTS, rows.ALL_DOCUMENTS, masked=True),
     ]
-    return [*found, *terms(), *missing()]
+    return [*found, *covariances(), *terms(), *missing()]
+
+
+def covariances() -> list[Row]:
+    """Rows of the losses that choose tokens by covariance, where verl draws none of them."""
+    bounds = {"clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
+    same = {"type": "clip_cov", "covariance_low": 0.2, "covariance_high": 1.5, "fraction": 1.0}
+    of_all = {"clip_cov_ratio": 1.0} | bounds
+    chosen = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.3}
+    kl = {"type": "kl_cov", "fraction": 0.1, "coefficient": 0.3}
+    # In a micro-batch of equal advantages all covariances are 0, and verl penalises any token.
+    one: Any = {"policy_loss": chosen, "splits": ("one",)}
+    return [
+        row("clip_cov", CLIP, same | rows.CLIP, policy_loss=of_all),
+        row("kl_cov", {}, kl, **one),
+        row("kl_cov", BY_DOCUMENTS, kl | DOCUMENTS, **one),
+    ]
 
 
 def rejection(name: str, threshold: str | float) -> dict[str, Any]:
@@ -277,8 +293,6 @@ def terms() -> list[Row]:
 def missing() -> list[Row]:
     """Losses that fastrl has not."""
     return [
-        row("clip_cov", CLIP, None, rows.NONE),
-        row("kl_cov", {}, None, rows.NONE),
         row(
             "vanilla",
             VANILLA | {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1"},

@@ -2,6 +2,7 @@
 
 from fastrl.config.base import Config, ConfigError, UserError
 from fastrl.config.corrections import CorrectionConfig
+from fastrl.config.covariance_losses import ClipCovLossConfig, KLCovLossConfig
 from fastrl.config.loading import dump_config, load_config, parse_config, save_config
 from fastrl.config.loss_options import (
     AdaptiveEntropyConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "AdaptiveKLConfig",
     "AnyLossConfig",
     "CISPOLossConfig",
+    "ClipCovLossConfig",
     "ClippedLossConfig",
     "Config",
     "ConfigError",
@@ -60,6 +62,7 @@ __all__ = [
     "GSPOTokenLossConfig",
     "HeadOptions",
     "KLConfig",
+    "KLCovLossConfig",
     "KeepSetConfig",
     "LUSPOLossConfig",
     "LanguageModelHeadConfig",

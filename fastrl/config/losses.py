@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from fastrl.config.base import Config
+from fastrl.config.covariance_losses import ClipCovLossConfig, KLCovLossConfig
 from fastrl.config.loss_options import HIGHEST_RATIO, LossConfig
 from fastrl.config.policy_losses import (
     CISPOLossConfig,
@@ -132,6 +133,8 @@ BuiltInLossConfig = Annotated[
     | GSPOTokenLossConfig
     | LUSPOLossConfig
     | CISPOLossConfig
+    | ClipCovLossConfig
+    | KLCovLossConfig
     | SAPOLossConfig
     | GMPOLossConfig
     | VESPOLossConfig

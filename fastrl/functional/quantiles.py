@@ -127,3 +127,24 @@ def mean_at_most(
         values[None], above[None], lambda total: total * (1 - 1e-12) + below, groups
     )
     return mask & (ordered_keys(values) < threshold)
+
+
+def largest(
+    values: Tensor,  # [T]
+    mask: Tensor,  # [T]
+    number: Tensor,  # []
+    groups: Sequence[ProcessGroup | None] = (),
+) -> Tensor:  # [T]
+    """Whether a value is one of the `number` largest of all ranks' masked values.
+
+    Values equal to the last of them are too; all masked values where there are fewer.
+
+    Args:
+        values: fp32 or float64 on this rank; no NaN where `mask`.
+        mask: which values are included.
+        number: int64, at least 1, the same on all ranks.
+        groups: as in `upper_threshold`.
+    """
+    values = torch.where(mask, values, 0)
+    threshold = upper_threshold(values[None], mask.long()[None], lambda _: number[None], groups)
+    return mask & (ordered_keys(values) >= threshold)

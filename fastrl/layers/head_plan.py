@@ -233,7 +233,7 @@ def chunk_ends(
     elif config.keep is not None or needs_of(losses) & frozenset(STATISTIC_NAMES):
         reason = "`keep` and label smoothing take a pass over the logits of their own"
     elif scopes & {"group", "batch"}:
-        reason = "pairs and entropy quantiles need tokens outside of a chunk"
+        reason = "pairs and quantiles over a batch need tokens outside of a chunk"
     elif "document" not in scopes:
         ends = chunk_rows(rows.num_active, *bounds)
     elif rows.is_cut:

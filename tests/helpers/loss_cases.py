@@ -96,6 +96,26 @@ CASES = [
         ("document", {"epsilon_high": 0.05, "ratio_level": "document"}),
     ),
     *_cases(
+        "clip_cov",
+        ("", CLIP | {"fraction": 0.1, "covariance_low": 0.1}),
+        (
+            "options",
+            CLIP
+            | {
+                "fraction": 0.3,
+                "covariance_low": -0.5,
+                "covariance_high": 2.0,
+                "delta": 1.2,
+                "rollout_correction": {"low": 0.9, "high": 1.05},
+            },
+        ),
+    ),
+    *_cases(
+        "kl_cov",
+        ("", {"fraction": 0.2}),
+        ("options", {"coefficient": 0.3, "max_staleness": 2, "kl": {"coefficient": 0.3}}),
+    ),
+    *_cases(
         "sapo",
         ("", {}),
         ("document", {"ratio_level": "document", "tau_positive": 3.0}),
@@ -285,7 +305,7 @@ CASES = [
     ),
 ]
 
-# What `on_policy` is refused with: no ratio, and a mask that keeps all that is on policy.
+# What `on_policy` is refused with: no ratio, a mask that keeps all that is on policy, no distance.
 ALWAYS_OFF_POLICY = {
     "reinforce",
     "reinforce_sums",
@@ -293,6 +313,8 @@ ALWAYS_OFF_POLICY = {
     "reinforce_corrections",
     "grpo_off_policy",
     "grpo_outlier_k3_difference",
+    "kl_cov",
+    "kl_cov_options",
 }
 # Every policy-gradient case with a ratio, as it is and with `on_policy`.
 BOTH_POLICIES = [

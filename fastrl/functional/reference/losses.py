@@ -9,7 +9,7 @@ its config.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,11 +237,72 @@ def reinforce(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: O
     return -a * logprob
 
 
-def policy_gradient(tokens: Tokens, options: Options, surrogate: Surrogate, level: str) -> Tensor:
+def clip_cov(tokens: Tokens, options: Options) -> Tensor:
+    """GRPO without the eligible tokens of largest covariance."""
+    if options["on_policy"]:
+        tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
+
+    def is_eligible(t: int, covariance: float) -> bool:
+        assert tokens.old_logprobs is not None
+        assert tokens.advantages is not None
+        if not options["covariance_low"] < covariance < options["covariance_high"]:
+            return False
+        ratio = bounded_exp(tokens.logprobs[t] - tokens.old_logprobs[t])
+        if tokens.advantages[t] > 0:
+            return bool(ratio <= 1 + options["epsilon_high"])
+        if tokens.advantages[t] < 0:
+            limit = math.inf if options["delta"] is None else options["delta"]
+            return bool(1 - options["epsilon_low"] <= ratio <= limit)
+        return True
+
+    dropped = largest_covariances(tokens, options, is_eligible)
+    return policy_gradient(
+        tokens, options, clipped, "token", dropped, lambda ratio, *_: torch.zeros_like(ratio)
+    )
+
+
+def kl_cov(tokens: Tokens, options: Options) -> Tensor:
+    """-r A, plus coefficient |logp - old| at the tokens of largest covariance."""
+
+    def unclipped(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, _: Options) -> Tensor:
+        return -ratio * a
+
+    def penalised(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, _: Options) -> Tensor:
+        penalty: Tensor = options["coefficient"] * (logprob - old).abs()
+        return penalty - ratio * a
+
+    chosen = largest_covariances(tokens, options, lambda t, covariance: covariance > 0)
+    return policy_gradient(tokens, options, unclipped, "token", chosen, penalised)
+
+
+def largest_covariances(
+    tokens: Tokens, options: Options, is_eligible: Callable[[int, float], bool]
+) -> set[int]:
+    """The max(floor(fraction N), 1) eligible of N labels with the largest covariance."""
+    assert tokens.advantages is not None
+    slots = [t for some in documents(tokens.document_index, tokens.labels) for t in some]
+    logprobs = {t: tokens.logprobs[t].item() for t in slots}
+    advantages = {t: tokens.advantages[t].item() for t in slots}
+    mean_logprob = math.fsum(logprobs.values()) / max(len(slots), 1)
+    mean_advantage = math.fsum(advantages.values()) / max(len(slots), 1)
+    values = {t: (logprobs[t] - mean_logprob) * (advantages[t] - mean_advantage) for t in slots}
+    eligible = sorted((t for t in slots if is_eligible(t, values[t])), key=lambda t: -values[t])
+    return set(eligible[: max(math.floor(options["fraction"] * len(slots)), 1)])
+
+
+def policy_gradient(
+    tokens: Tokens,
+    options: Options,
+    surrogate: Surrogate,
+    level: str,
+    others: Collection[int] = (),
+    surrogate_of_others: Surrogate | None = None,
+) -> Tensor:
     """A policy-gradient loss with its options: weights, KL and entropy terms.
 
     level: `token`, `document` (geometric mean of ratios, mean advantage), `document_token` (its
     value, the gradient of the token's ratio), `document_product`, `clipped_document` (GMPO).
+    others: slots with a surrogate of their own.
     """
     if options["on_policy"]:
         tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
@@ -260,7 +321,9 @@ def policy_gradient(tokens: Tokens, options: Options, surrogate: Surrogate, leve
             if weight != 0:
                 ratio = token_ratio(tokens, slots, t, level, options)
                 old = tokens.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-                values[t] = weight * surrogate(ratio, a, tokens.logprobs[t], old[t], options)
+                function = surrogate_of_others if t in others else surrogate
+                assert function is not None
+                values[t] = weight * function(ratio, a, tokens.logprobs[t], old[t], options)
             if options["kl"] is not None:
                 values[t] = values[t] + kl(tokens, options["kl"], slots, t)
             if t in top and tokens.entropy is not None:
@@ -417,6 +480,8 @@ LOSSES: dict[str, Callable[[Tokens, Options], Tensor]] = {
         tokens, options, clipped, "document_token"
     ),
     "luspo": lambda tokens, options: policy_gradient(tokens, options, clipped, "document"),
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "cispo": lambda tokens, options: policy_gradient(
         tokens, options, cispo, options["ratio_level"]
     ),

@@ -120,6 +120,11 @@ def _checked(options: Mapping[str, Any]) -> PolicyGradientLossConfig:
             f" options that need {wanted}; verl adds KL, entropy and rollout weights itself"
             " (`use_kl_loss`, `entropy_coeff`, `algorithm.rollout_correction`)."
         )
+    if build_loss(config).scope == "batch":
+        raise ValueError(
+            f"`type` must not be {config.type!r}, which compares the tokens of all ranks: verl gives"
+            " a loss those of one; use verl's own."
+        )
     return config
 
 

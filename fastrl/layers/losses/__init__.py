@@ -13,6 +13,7 @@ from fastrl.functional.metrics import add_metrics, finish_metrics, reduce_metric
 from fastrl.layers.losses.base import LanguageModelLoss
 from fastrl.layers.losses.cispo import CISPOLoss
 from fastrl.layers.losses.clipped import GRPOLoss, GSPOLoss, GSPOTokenLoss, LUSPOLoss
+from fastrl.layers.losses.covariance import ClipCovLoss, KLCovLoss
 from fastrl.layers.losses.cross_entropy import CrossEntropyLoss, ZLoss
 from fastrl.layers.losses.distillation import DistillationLoss
 from fastrl.layers.losses.dpo import DPOLoss
@@ -27,6 +28,7 @@ from fastrl.layers.losses.vespo import VESPOLoss
 
 __all__ = [
     "CISPOLoss",
+    "ClipCovLoss",
     "CrossEntropyLoss",
     "DPOLoss",
     "DPPOLoss",
@@ -35,6 +37,7 @@ __all__ = [
     "GRPOLoss",
     "GSPOLoss",
     "GSPOTokenLoss",
+    "KLCovLoss",
     "LUSPOLoss",
     "LanguageModelLoss",
     "LanguageModelPolicyGradientLoss",
@@ -52,6 +55,7 @@ __all__ = [
 
 _LOSSES: dict[str, type[LanguageModelLoss[Any]]] = {
     "cispo": CISPOLoss,
+    "clip_cov": ClipCovLoss,
     "cross_entropy": CrossEntropyLoss,
     "distillation": DistillationLoss,
     "dpo": DPOLoss,
@@ -60,6 +64,7 @@ _LOSSES: dict[str, type[LanguageModelLoss[Any]]] = {
     "grpo": GRPOLoss,
     "gspo": GSPOLoss,
     "gspo_token": GSPOTokenLoss,
+    "kl_cov": KLCovLoss,
     "luspo": LUSPOLoss,
     "reinforce": ReinforceLoss,
     "sapo": SAPOLoss,
