@@ -21,6 +21,7 @@ from fastrl.config.losses import (
     HeadOptions,
     KeepSetConfig,
     LanguageModelHeadConfig,
+    PositiveNLLLossConfig,
     SquaredLogRatioLossConfig,
     ZLossConfig,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "LossConfig",
     "OffPolicyMaskConfig",
     "PolicyGradientLossConfig",
+    "PositiveNLLLossConfig",
     "ReinforceLossConfig",
     "RolloutCorrectionConfig",
     "RunConfig",

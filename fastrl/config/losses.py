@@ -68,6 +68,23 @@ class SquaredLogRatioLossConfig(LossConfig):
         return super().required_columns() | {f"{self.behaviour}_logprobs"}
 
 
+class PositiveNLLLossConfig(LossConfig):
+    """Negative log-likelihood of the labels with an advantage above 0 (VAPO, arXiv:2504.05118)."""
+
+    type: Literal["positive_nll"] = "positive_nll"
+    """Names the loss."""
+
+    weight: float = Field(default=0.1, ge=-HIGHEST_RATIO, le=HIGHEST_RATIO)
+    """Factor on this loss in the sum over the head's losses; the paper's value."""
+
+    normalisation: Literal["tokens"] = "tokens"
+    """The sum / labels of the step with an advantage above 0, and not / all labels."""
+
+    def required_columns(self) -> frozenset[str]:
+        """The advantages, whose sign says which labels are positive."""
+        return super().required_columns() | {"advantages"}
+
+
 class DPOLossConfig(LossConfig):
     """Preference between the chosen and the rejected document of each pair (arXiv:2305.18290)."""
 
@@ -126,6 +143,7 @@ BuiltInLossConfig = Annotated[
     CrossEntropyLossConfig
     | ZLossConfig
     | SquaredLogRatioLossConfig
+    | PositiveNLLLossConfig
     | DPOLossConfig
     | DistillationLossConfig
     | GRPOLossConfig

@@ -41,6 +41,7 @@ class BatchCounts:
         num_groups_in_batch: groups with at least one label. A group is whole on its data rank.
         group_labels: labels of each group on this data rank, by its id; without, batches carry no
             groups.
+        num_positive_labels_in_batch: labels with an advantage above 0.
 
     The numbers are int64 scalars on the device where an all-reduce ran on a GPU, so that nothing
     waits for it.
@@ -50,6 +51,7 @@ class BatchCounts:
     num_documents_in_batch: int | Tensor
     num_groups_in_batch: int | Tensor = field(default=0, compare=False)
     group_labels: Mapping[Hashable, int] | None = field(default=None, compare=False)
+    num_positive_labels_in_batch: int | Tensor = field(default=0, compare=False)
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class BatchCounts:
         """
         labels = sum(batch.num_labels for batch in batches)
         documents = sum(batch.num_documents_with_labels for batch in batches)
+        positive = sum(batch.num_positive_labels for batch in batches)
         group_labels, groups_with_labels = count_group_labels(
             (batch.group_ids, batch.document_label_counts.tolist())
             for batch in batches
@@ -78,10 +81,10 @@ class BatchCounts:
         )
         group = None if groups is None else groups.dp
         if group is None:
-            return cls(labels, documents, groups_with_labels, group_labels)
+            return cls(labels, documents, groups_with_labels, group_labels, positive)
         if device is None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        numbers = [labels, documents, groups_with_labels]
+        numbers = [labels, documents, groups_with_labels, positive]
         counts = torch.tensor(numbers, dtype=torch.int64)
         if torch.device(device).type == "cuda":
             # From pageable memory the copy would wait for all that the GPU has to do.
@@ -89,7 +92,7 @@ class BatchCounts:
         counts = counts.to(device, non_blocking=True)
         dist.all_reduce(counts, group=group)
         values = counts.tolist() if counts.device.type == "cpu" else counts.unbind()
-        return cls(values[0], values[1], values[2], group_labels)
+        return cls(values[0], values[1], values[2], group_labels, values[3])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +188,12 @@ class TokenBatch:
     def num_documents_with_labels(self) -> int:
         """Documents with at least one label."""
         return int(self.document_label_counts.count_nonzero())
+
+    @property
+    def num_positive_labels(self) -> int:
+        """Slots with a label and an advantage above 0."""
+        advantages = self.columns.get("advantages")
+        return 0 if advantages is None else int((advantages > 0).sum())
 
     def padded(self, length: int) -> TokenBatch:
         """The same documents with padding up to `length` slots."""
@@ -366,6 +375,7 @@ class TokenBatch:
             num_documents=self.num_documents,
             num_labels_in_batch=counts.num_labels_in_batch,
             num_documents_in_batch=counts.num_documents_in_batch,
+            num_positive_labels_in_batch=counts.num_positive_labels_in_batch,
             **columns,
             temperature=self._temperature(slots),
             model_version=None if versions is None else self._per_token(versions, -1)[slots],

@@ -94,6 +94,8 @@ class BatchKwargs:
             per-document buffers on all its ranks.
         num_labels_in_batch: labels of the optimizer step: all data ranks, all micro-batches.
         num_documents_in_batch: documents with a label of the optimizer step.
+        num_positive_labels_in_batch: labels of the optimizer step with an advantage above 0; None
+            in batches made by hand, which losses of these labels refuse.
         advantages: [T] fp32 (float64 of float64 documents, as all that is fp32 here but for
             counts), 0 at slots without label, as in the three that follow.
         old_logprobs: [T] fp32 nats, denominator of the ratio.
@@ -141,6 +143,7 @@ class BatchKwargs:
     num_documents: int
     num_labels_in_batch: int | Tensor
     num_documents_in_batch: int | Tensor
+    num_positive_labels_in_batch: int | Tensor | None = None
     advantages: Tensor | None = field(default=None, metadata=_float("advantage"))  # [T]
     old_logprobs: Tensor | None = field(default=None, metadata=_float("logprobs"))  # [T]
     ref_logprobs: Tensor | None = field(default=None, metadata=_float("ref_logprobs"))  # [T]

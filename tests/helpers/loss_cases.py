@@ -76,6 +76,7 @@ CASES = [
         ("smoothed", {"label_smoothing": 0.2}),
     ),
     *_cases("z_loss", ("", {"weight": 0.5})),
+    *_cases("positive_nll", ("", {"weight": 0.5})),
     *_cases(
         "grpo",
         ("", CLIP),

@@ -116,6 +116,19 @@ def squared_log_ratio(tokens: Tokens, options: Options) -> Tensor:
     return normalise(values, tokens, options)
 
 
+def positive_nll(tokens: Tokens, options: Options) -> Tensor:
+    """The mean of -logp over the labels with an advantage above 0."""
+    assert tokens.advantages is not None
+    total = tokens.logprobs.new_zeros(())
+    count = 0
+    for slots in documents(tokens.document_index, tokens.labels):
+        for t in slots:
+            if tokens.advantages[t] > 0:
+                total = total - tokens.logprobs[t]
+                count += 1
+    return total / max(count, 1)
+
+
 def distillation(tokens: Tokens, options: Options) -> Tensor:
     """The divergence."""
     assert tokens.divergence is not None
@@ -472,6 +485,7 @@ LOSSES: dict[str, Callable[[Tokens, Options], Tensor]] = {
     "cross_entropy": cross_entropy,
     "z_loss": z_loss,
     "squared_log_ratio": squared_log_ratio,
+    "positive_nll": positive_nll,
     "dpo": dpo,
     "distillation": distillation,
     "grpo": lambda tokens, options: policy_gradient(tokens, options, clipped, "token"),

@@ -21,6 +21,7 @@ from fastrl.layers.losses.dppo import DPPOLoss
 from fastrl.layers.losses.gmpo import GMPOLoss
 from fastrl.layers.losses.policy_gradient import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.policy_terms import PolicyTerms
+from fastrl.layers.losses.positive_nll import PositiveNLLLoss
 from fastrl.layers.losses.reinforce import ReinforceLoss
 from fastrl.layers.losses.sapo import SAPOLoss
 from fastrl.layers.losses.squared_log_ratio import SquaredLogRatioLoss
@@ -42,6 +43,7 @@ __all__ = [
     "LanguageModelLoss",
     "LanguageModelPolicyGradientLoss",
     "PolicyTerms",
+    "PositiveNLLLoss",
     "ReinforceLoss",
     "SAPOLoss",
     "SquaredLogRatioLoss",
@@ -66,6 +68,7 @@ _LOSSES: dict[str, type[LanguageModelLoss[Any]]] = {
     "gspo_token": GSPOTokenLoss,
     "kl_cov": KLCovLoss,
     "luspo": LUSPOLoss,
+    "positive_nll": PositiveNLLLoss,
     "reinforce": ReinforceLoss,
     "sapo": SAPOLoss,
     "squared_log_ratio": SquaredLogRatioLoss,
