@@ -133,6 +133,18 @@ class FileRolloutsConfig(Config):
 RolloutsConfig = Annotated[SamplerRolloutsConfig | FileRolloutsConfig, Field(discriminator="type")]
 
 
+class TokenSamplingConfig(Config):
+    """A random part of the labels, weighted so that the gradient keeps its mean.
+
+    Each label is drawn with `probability` p and weighs 1 / p; counts stay those of all labels. The
+    head does not compute the others (arXiv:2603.06619). Draws are new in each step, the same in its
+    epochs, and do not depend on packing or processes.
+    """
+
+    probability: float = Field(gt=0, lt=1)
+    """Of each label."""
+
+
 class RLPhaseConfig(PhaseConfig):
     """Training on rewards. A step takes rollouts and makes `epochs` * `mini_batches` updates."""
 
@@ -151,6 +163,10 @@ class RLPhaseConfig(PhaseConfig):
 
     epochs: int = Field(default=1, gt=0, le=10**6)
     """Number of passes over a step's rollouts."""
+
+    token_sampling: TokenSamplingConfig | None = None
+    """Learns from a random part of the labels of each step, with losses that are sums over single
+    tokens."""
 
     share_prefixes: bool = False
     """Whether the completions of one prompt share its tokens in a micro-batch instead of repeating

@@ -117,6 +117,7 @@ class TokenBatch:
     kept_tokens: KeptTokens | None = None  # of T slots
     visible_until: Tensor | None = None  # [T] int64; None where documents share no slot
     paths: tuple[Tensor, ...] | None = None  # N of [n] int64, slots of each document; as above
+    draw_weights: Tensor | None = None  # [T] float64; 0 where a label was not drawn
 
     @classmethod
     def from_documents(
@@ -220,7 +221,15 @@ class TokenBatch:
             columns={name: pad(column) for name, column in self.columns.items()},
             kept_tokens=None if self.kept_tokens is None else self.kept_tokens.padded(length),
             visible_until=visible_until,
+            draw_weights=None if self.draw_weights is None else pad(self.draw_weights),
         )
+
+    @property
+    def document_slots(self) -> tuple[Tensor, ...]:
+        """N of [n] int64: the slots of each document's tokens, shared ones for each."""
+        if self.paths is not None:
+            return self.paths
+        return torch.arange(self.num_tokens).split(self.document_lengths)
 
     def split_by_document(
         self,
@@ -346,8 +355,8 @@ class TokenBatch:
     ) -> BatchKwargs:
         """The batch of some slots of the sequence."""
         document_index = self.document_index[slots]
-        columns = {name: column[slots] for name, column in self.columns.items()}
-        labelled = self.labels[slots] != IGNORE_LABEL
+        labels, columns, draw_weights = self._drawn(slots)
+        labelled = labels != IGNORE_LABEL
         active_rows = active_document_rows = None
         if "advantages" in columns:
             active_rows = RowSet.from_mask(columns["advantages"] != 0, document_index)
@@ -361,15 +370,15 @@ class TokenBatch:
         if self.group_ids is not None and counts.group_labels is not None:
             numbers = group_numbers(self.group_ids)
             num_groups = max(numbers, default=-1) + 1
-            labels = document_group_labels(
+            of_groups = document_group_labels(
                 self.group_ids, self.document_label_counts.tolist(), counts.group_labels
             )
             group_index = self._per_token(torch.tensor(numbers, dtype=torch.int64), -1)[slots]
-            group_label_counts = self._per_token(torch.tensor(labels)).float()[slots]
+            group_label_counts = self._per_token(torch.tensor(of_groups)).float()[slots]
         return BatchKwargs(
             tokens=self.tokens[slots],
             positions=self.positions[slots],
-            labels=self.labels[slots],
+            labels=labels,
             document_index=document_index,
             label_counts=self._per_token(self.document_label_counts)[slots].float(),
             num_documents=self.num_documents,
@@ -377,6 +386,7 @@ class TokenBatch:
             num_documents_in_batch=counts.num_documents_in_batch,
             num_positive_labels_in_batch=counts.num_positive_labels_in_batch,
             **columns,
+            draw_weights=draw_weights,
             temperature=self._temperature(slots),
             model_version=None if versions is None else self._per_token(versions, -1)[slots],
             rewards=self.rewards,
@@ -394,6 +404,20 @@ class TokenBatch:
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
         )
+
+    def _drawn(
+        self,
+        slots: Tensor,  # [T_local]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Labels, columns and weights of some slots; those not drawn are as without a label."""
+        labels = self.labels[slots]
+        columns = {name: column[slots] for name, column in self.columns.items()}
+        if self.draw_weights is None:
+            return labels, columns, None
+        weights = self.draw_weights[slots]
+        labels = labels.masked_fill(weights == 0, IGNORE_LABEL)
+        columns = {name: column.masked_fill(weights == 0, 0) for name, column in columns.items()}
+        return labels, columns, weights if self._is_float64 else weights.float()
 
     @property
     def _is_float64(self) -> bool:

@@ -101,6 +101,8 @@ class BatchKwargs:
         old_logprobs: [T] fp32 nats, denominator of the ratio.
         ref_logprobs: [T] fp32 nats, under the frozen reference.
         rollout_logprobs: [T] fp32 nats, the sampler's own.
+        draw_weights: [T] fp32, factor on what a token adds to losses and means, where its label
+            was drawn at random from more (`with_sampled_tokens`); 0 without label. None is 1.
         temperature: one number (or tensor []) if all documents share it, else [T] fp32, 1 at
             padding.
         model_version: [T] int64, -1 where there is none (padding, documents without label).
@@ -150,6 +152,7 @@ class BatchKwargs:
     rollout_logprobs: Tensor | None = field(
         default=None, metadata=_float("rollout_logprobs")
     )  # [T]
+    draw_weights: Tensor | None = field(default=None, metadata=_float())  # [T]
     temperature: float | Tensor = field(
         default=1.0, metadata=_float("temperature")
     )  # scalar or [T]

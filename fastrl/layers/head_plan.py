@@ -99,8 +99,11 @@ def plan_head(
         return_logprobs: whether the log-probabilities of all labels are requested.
 
     Raises:
-        ValueError: the tokens cannot be split, or `single_pass` is required and not possible.
+        ValueError: the tokens cannot be split, `single_pass` is required and not possible, or the
+            labels were drawn at random and a loss is no sum over them.
     """
+    if batch.draw_weights is not None:
+        _check_sums_over_tokens(losses)
     batch = _own_tokens(batch, groups)
     labelled = batch.rows_with_labels
     batch = replace(batch, labelled_rows=labelled)  # found once
@@ -132,6 +135,17 @@ def plan_head(
         if "divergence" in loss.needs
     ]
     return HeadPlans(plans, HeadPlan(batch, labelled, {}, labelled, entropy=True))
+
+
+def _check_sums_over_tokens(losses: Losses) -> None:
+    for name, loss in losses.items():
+        if loss.scope != "token":
+            raise ValueError(
+                "`draw_weights` must not be in the batch with the loss"
+                f" `{name}: {{type: {loss.config.type}}}`, as it compares tokens of a {loss.scope}"
+                " and its mean over random parts of them is another; leave out the drawing of"
+                " tokens, or options beyond single tokens."
+            )
 
 
 def _distillation_plan(

@@ -19,6 +19,7 @@ from fastrl.data.batch import BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
 from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
+from fastrl.data.token_sampling import with_sampled_tokens
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.kl import KLCoefficient
@@ -221,7 +222,9 @@ class Phase:
         # The first update is of the policy that sampled: its log-probabilities are the old ones.
         first_gives_old = self._recomputes_old and self._gives_old(epochs)
         updates = [
-            self._prepared(part, self._recomputes_old and not (first_gives_old and index == 0))
+            self._prepared(
+                part, self._recomputes_old and not (first_gives_old and index == 0), seed
+            )
             for index, part in enumerate(split_groups(rollouts.documents, mini_batches))
         ]
         num_updates = self.config.steps * mini_batches * epochs
@@ -246,7 +249,7 @@ class Phase:
         return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples, longest)
 
     def _prepared(
-        self, documents: Sequence[Document], recomputes_old: bool
+        self, documents: Sequence[Document], recomputes_old: bool, seed: int
     ) -> tuple[OptimizerStep, list[MicroBatch]]:
         """The packed documents of one update, with the log-probabilities that its losses need."""
         groups, parallel = self._context.model.groups, self._context.processes.config
@@ -259,8 +262,12 @@ class Phase:
             self._work,
             share_prefixes=shares,
         )
+        batches = [TokenBatch.from_documents(pack, share_prefixes=shares) for pack in packs]
+        if isinstance(self.config, RLPhaseConfig) and self.config.token_sampling is not None:
+            probability = self.config.token_sampling.probability
+            batches = [with_sampled_tokens(batch, probability, seed) for batch in batches]
         step = OptimizerStep(
-            [TokenBatch.from_documents(pack, share_prefixes=shares) for pack in packs],
+            batches,
             groups,
             device=self._context.device,
             layout=parallel.sequence_layout,

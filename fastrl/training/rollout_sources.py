@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastrl.config.base import UserError
-from fastrl.config.phases import FileRolloutsConfig, SupervisedPhaseConfig
+from fastrl.config.phases import FileRolloutsConfig, RLPhaseConfig, SupervisedPhaseConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.documents import Document
+from fastrl.layers.losses import build_loss
 from fastrl.training.advantages import RewardKL
 from fastrl.training.context import RunContext
 from fastrl.training.file_rollouts import FileRollouts, RolloutFiles
@@ -56,13 +57,15 @@ def build_sources(
     """The sources of the phases from `first` on, by the index of the phase, all of them checked.
 
     Raises:
-        UserError: rollout files that cannot be used, problems without what a phase needs, or
-            documents that can be longer than a micro-batch or than the model takes.
+        UserError: rollout files that cannot be used, problems without what a phase needs, documents
+            that can be longer than a micro-batch or than the model takes, or tokens to be drawn for
+            losses that compare them.
     """
     model = context.model.limits
     files = RolloutFiles(model.vocab_size)
     sources = {}
     for index in range(first, len(config.phases)):
+        _check_token_sampling(config, index)
         sources[index] = source = _source(config, index, context, files)
         phase = f"phases.{index}"
         _check_bound(
@@ -79,6 +82,21 @@ def build_sources(
         )
         _check_bound("sliding_window` of the `model", model.sliding_window, source.longest, phase)
     return sources
+
+
+def _check_token_sampling(config: RunConfig, index: int) -> None:
+    """Refuses to draw tokens for losses whose mean over the draws is another."""
+    phase = config.phases[index]
+    if not isinstance(phase, RLPhaseConfig) or phase.token_sampling is None:
+        return
+    for name, loss in config.losses_of(phase).items():
+        scope = build_loss(loss).scope
+        if scope != "token":
+            raise UserError(
+                f"`phases.{index}.token_sampling` must go with losses that are sums over single "
+                f"tokens, got `{name}: {{type: {loss.type}}}`, which with its options compares the "
+                f"tokens of a {scope}; leave one of the two out"
+            )
 
 
 def _check_bound(name: str, bound: int | None, longest: int, phase: str) -> None:

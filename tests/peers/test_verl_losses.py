@@ -184,6 +184,7 @@ def test_any_policy_loss_can_be_registered(rows: Rows, monkeypatch: pytest.Monke
     [
         ({"type": "grpo", "normalisation": "tokens"}, "`normalisation` must not be an option"),
         ({"type": "grpo", "kl": {"coefficient": 0.1}}, r"options that need \['ref_logprobs'\]"),
+        ({"type": "kl_cov"}, "compares the tokens of all ranks"),
         ({"type": "cross_entropy"}, "must be a policy-gradient loss"),
     ],
 )

@@ -43,6 +43,7 @@ class Tokens:
     advantages: Tensor | None = None
     group_index: Tensor | None = None
     model_version: Tensor | None = None
+    draw_weights: Tensor | None = None  # 0 where a label was not drawn; it still counts
     current_version: int = 0
 
 
@@ -71,8 +72,13 @@ def normalise(values: Mapping[int, Tensor], tokens: Tokens, options: Options) ->
                 divisor = len(groups[int(tokens.group_index[t])]) * len(groups)
             else:
                 divisor = len(by_document) * options["length"]
-            total = total + values[t] / divisor
+            total = total + drawn_weight(tokens, t) * values[t] / divisor
     return total
+
+
+def drawn_weight(tokens: Tokens, t: int) -> float:
+    """The weight of what token t adds to a sum."""
+    return 1.0 if tokens.draw_weights is None else float(tokens.draw_weights[t])
 
 
 def cross_entropy(tokens: Tokens, options: Options) -> Tensor:
@@ -124,7 +130,7 @@ def positive_nll(tokens: Tokens, options: Options) -> Tensor:
     for slots in documents(tokens.document_index, tokens.labels):
         for t in slots:
             if tokens.advantages[t] > 0:
-                total = total - tokens.logprobs[t]
+                total = total - drawn_weight(tokens, t) * tokens.logprobs[t]
                 count += 1
     return total / max(count, 1)
 
@@ -340,7 +346,7 @@ def policy_gradient(
             if options["kl"] is not None:
                 values[t] = values[t] + kl(tokens, options["kl"], slots, t)
             if t in top and tokens.entropy is not None:
-                bonus = bonus + tokens.entropy[t]
+                bonus = bonus + drawn_weight(tokens, t) * tokens.entropy[t]
     loss = normalise(values, tokens, options)
     if options["entropy"] is not None and options["entropy"]["bonus"]:
         loss = loss - options["entropy"]["bonus"] * bonus / num_labels

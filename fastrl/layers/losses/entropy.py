@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastrl.config.loss_options import EntropyConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.layers.losses.normalisation import at_least_one
+from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 
 
 class EntropyBonus:
@@ -43,7 +43,8 @@ class EntropyBonus:
         """What is subtracted from the loss: factor * mean over the labels of the step."""
         if kept_entropy is None:
             return 0.0
-        return self.value * (kept_entropy.sum() / at_least_one(batch.num_labels_in_batch))
+        total = draw_weighted(kept_entropy, batch).sum()
+        return self.value * (total / at_least_one(batch.num_labels_in_batch))
 
     def end_step(self, entropy: float) -> None:
         """Updates the factor from the mean entropy of the whole optimizer step (nats)."""

@@ -10,6 +10,7 @@ from fastrl.functional.batch import BatchKwargs
 
 def normalised(values: Tensor, batch: BatchKwargs, config: LossConfig) -> Tensor:  # [T]
     """The scalar loss of per-token values, 0 at slots without label, by `config.normalisation`."""
+    values = draw_weighted(values, batch)
     if config.normalisation == "tokens":
         return values.sum() / at_least_one(batch.num_labels_in_batch)
     if config.normalisation == "groups":
@@ -21,6 +22,11 @@ def normalised(values: Tensor, batch: BatchKwargs, config: LossConfig) -> Tensor
         return (values / batch.label_counts.clamp(min=1)).sum() / documents
     assert config.length is not None
     return values.sum() / (documents * config.length)
+
+
+def draw_weighted(values: Tensor, batch: BatchKwargs) -> Tensor:  # [..., T]
+    """Per-token values, times the weights of labels that were drawn from more."""
+    return values if batch.draw_weights is None else values * batch.draw_weights
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:

@@ -11,6 +11,7 @@ from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.column_metrics import divergences, rewards, staleness
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import KLCoefficient
+from fastrl.layers.losses.normalisation import draw_weighted
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
 from fastrl.layers.losses.reduction import moments, token_means
@@ -70,7 +71,7 @@ def policy_metrics(
     ones = torch.ones_like(statistics.logprobs)
     metrics["tokens"] = masked(ones, terms.mask).double().sum()
     shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)
-    metrics["documents"] = shares.double().sum()
+    metrics["documents"] = draw_weighted(shares.double(), batch).sum()
     return metrics
 
 

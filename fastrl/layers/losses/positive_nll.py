@@ -9,7 +9,7 @@ from fastrl.config.losses import PositiveNLLLossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, masked, required
-from fastrl.layers.losses.normalisation import at_least_one
+from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 from fastrl.layers.losses.reduction import token_mean
 
 
@@ -31,8 +31,11 @@ class PositiveNLLLoss(LanguageModelLoss[PositiveNLLLossConfig]):
         return batch.rows_with_labels if batch.active_rows is None else batch.active_rows
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
-        count = required(batch.num_positive_labels_in_batch, "num_positive_labels_in_batch", self)
-        return -masked(statistics.logprobs, self._is_positive(batch)).sum() / at_least_one(count)
+        count = batch.num_positive_labels_in_batch
+        required(count, "num_positive_labels_in_batch", self)
+        assert count is not None
+        values = draw_weighted(masked(statistics.logprobs, self._is_positive(batch)), batch)
+        return -values.sum() / at_least_one(count)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ from torch import Tensor
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.metrics import EXTREME, wide
 from fastrl.layers.losses.base import masked
-from fastrl.layers.losses.normalisation import at_least_one
+from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 
 
 def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [..., T] -> [...]
     """This part's share of the mean of `values` over the labels of the batch."""
-    total = masked(wide(values), batch.labels != -100).sum(-1)
+    total = draw_weighted(masked(wide(values), batch.labels != -100), batch).sum(-1)
     return total / at_least_one(batch.num_labels_in_batch)
 
 
@@ -31,7 +31,7 @@ def token_means(
 def document_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
     """This part's share of the mean over documents of a value that is one per document."""
     shares = masked(values, batch.labels != -100) / batch.label_counts.clamp(min=1)
-    return wide(shares).sum() / at_least_one(batch.num_documents_in_batch)
+    return draw_weighted(wide(shares), batch).sum() / at_least_one(batch.num_documents_in_batch)
 
 
 def moments(name: str, values: Tensor, batch: BatchKwargs) -> dict[str, Tensor]:  # [T]
