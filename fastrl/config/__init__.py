@@ -11,6 +11,7 @@ from fastrl.config.loss_options import (
     KLConfig,
     LossConfig,
     OffPolicyMaskConfig,
+    ProximalConfig,
     RolloutCorrectionConfig,
 )
 from fastrl.config.losses import (
@@ -72,6 +73,7 @@ __all__ = [
     "OffPolicyMaskConfig",
     "PolicyGradientLossConfig",
     "PositiveNLLLossConfig",
+    "ProximalConfig",
     "ReinforceLossConfig",
     "RolloutCorrectionConfig",
     "RunConfig",

@@ -169,6 +169,21 @@ class RolloutCorrectionConfig(Config):
         return self
 
 
+class ProximalConfig(Config):
+    """A stand-in for the log-probabilities of the policy that ratios are taken to.
+
+    prox = mu + a (sg(logp) - mu) lies between the sampler's mu and the policy itself, so that a
+    decoupled PPO needs no pass over the batch before its update (A-3PO, arXiv:2512.06547).
+    """
+
+    type: Literal["log_linear"] = "log_linear"
+    """How it lies between: linear in log-probabilities."""
+
+    weight: float | None = Field(default=None, ge=0, lt=1)
+    """a, from the sampler (0) towards the policy (1). Default: (s - 1) / s of each document, s the
+    versions from its `model_version` to the batch's `current_version`; 0 where s is 0."""
+
+
 class OffPolicyMaskConfig(Config):
     """A mask on tokens of negative advantage in documents that the policy has drifted away from.
 

@@ -12,6 +12,7 @@ from fastrl.config.loss_options import (
     LossConfig,
     Normalisation,
     OffPolicyMaskConfig,
+    ProximalConfig,
     RolloutCorrectionConfig,
 )
 
@@ -24,6 +25,9 @@ class PolicyGradientLossConfig(LossConfig):
     log-probabilities, detached, so that the ratio is 1 and has its gradient. Exact for the one
     update that follows the sampling. A column of the batch is not read, as rollout files carry it
     for other uses."""
+
+    proximal: ProximalConfig | None = None
+    """Takes the old policy for one between sampler and policy instead of reading `old_logprobs`."""
 
     kl: KLConfig | None = None
     """A penalty on the KL divergence from the reference policy."""
@@ -48,7 +52,10 @@ class PolicyGradientLossConfig(LossConfig):
     def required_columns(self) -> frozenset[str]:
         """The advantages, the old policy of the ratio, and what the options compare with."""
         columns = super().required_columns() | {"advantages"}
-        if not self.on_policy:
+        if self.proximal is not None:
+            columns |= {"rollout_logprobs"}
+            columns |= {"model_version"} if self.proximal.weight is None else set()
+        elif not self.on_policy:
             columns |= {"old_logprobs"}
         if self.kl is not None:
             columns |= {"ref_logprobs"}
@@ -68,7 +75,7 @@ class PolicyGradientLossConfig(LossConfig):
     def _has_ratio(self) -> bool:
         """Whether the loss has a ratio to the old policy, or leaves its column out."""
         plain = {"on_policy": False, "rollout_correction": None, "off_policy_mask": None}
-        bare = self.model_copy(update=plain | {"corrections": ()})
+        bare = self.model_copy(update=plain | {"corrections": (), "proximal": None})
         return "old_logprobs" in bare.required_columns()
 
     @model_validator(mode="after")
@@ -78,6 +85,22 @@ class PolicyGradientLossConfig(LossConfig):
         for number, entry in enumerate(self.corrections):
             check_correction(entry, f"corrections.{number}", has_ratio, self.on_policy, self.type)
         check_together(named)
+        return self
+
+    @model_validator(mode="after")
+    def _proximal_has_an_effect(self) -> "PolicyGradientLossConfig":
+        if self.proximal is None:
+            return self
+        if self.on_policy:
+            raise ValueError(
+                "`proximal` must not be given with `on_policy`, as both say what the old policy is;"
+                " leave one of the two out"
+            )
+        if "old_logprobs" not in self.model_copy(update={"proximal": None}).required_columns():
+            raise ValueError(
+                f"`proximal` must not be given with `type: {self.type}`, which does not use"
+                " `old_logprobs`; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -263,6 +286,11 @@ class VESPOLossConfig(PolicyGradientLossConfig):
                     " `type: vespo`, whose weight is the ratio to the behaviour policy already; use"
                     " `mode: gate`"
                 )
+        if self.proximal is not None:
+            raise ValueError(
+                "`proximal` must not be given with `type: vespo`, whose ratio is that to the"
+                " behaviour policy; leave it out"
+            )
         return self
 
 

@@ -299,6 +299,7 @@ class RunConfig(Config):
                 max_new_tokens = None if from_files else self.sampler.max_new_tokens
                 _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
                 _check_on_policy(index, phase, losses)
+                _check_proximal(index, phase, losses)
                 if phase.share_prefixes:
                     _check_shared_prefixes(index, self.parallel, self.model)
             if self.environment is None and not from_files:
@@ -344,6 +345,18 @@ def _check_on_policy(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLoss
             f"`phases.{index}.rollouts.old_logprobs: sampler` has no effect with `on_policy` of the"
             f" losses {on_policy}, which do not read it; leave one of the two out"
         )
+
+
+def _check_proximal(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossConfig]) -> None:
+    """Refuses a stand-in for log-probabilities that the trainer has without another pass."""
+    for name, loss in losses.items():
+        is_given = isinstance(loss, PolicyGradientLossConfig) and loss.proximal is not None
+        if is_given and phase.rollouts.type == "sampler":
+            raise ValueError(
+                f"`phases.{index}` loss `{name}`: `proximal` must go with `rollouts` of type"
+                " `files`: of what it samples itself, the trainer has the old log-probabilities"
+                " from the first update; leave it out"
+            )
 
 
 def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelConfig) -> None:

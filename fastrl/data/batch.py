@@ -229,7 +229,8 @@ class TokenBatch:
         """N of [n] int64: the slots of each document's tokens, shared ones for each."""
         if self.paths is not None:
             return self.paths
-        return torch.arange(self.num_tokens).split(self.document_lengths)
+        slots = torch.arange(self.num_tokens)
+        return tuple(torch.split(slots, list(self.document_lengths)))
 
     def split_by_document(
         self,

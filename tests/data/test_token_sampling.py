@@ -121,9 +121,9 @@ def test_packing_order_and_shards_draw_the_same() -> None:
     loss = head(hidden, widen(one)).loss
     total = torch.zeros((), dtype=torch.float64)
     for rank in range(4):
-        (part,) = padded.shard(counts, rank=rank, size=4, layout="contiguous")
-        assert part.num_labels_in_batch == one.num_labels_in_batch == whole.num_labels
-        total = total + head(hidden[16 * rank : 16 * rank + 16], widen(part)).loss
+        (piece,) = padded.shard(counts, rank=rank, size=4, layout="contiguous")
+        assert piece.num_labels_in_batch == one.num_labels_in_batch == whole.num_labels
+        total = total + head(hidden[16 * rank : 16 * rank + 16], widen(piece)).loss
     torch.testing.assert_close(total, loss, atol=1e-12, rtol=1e-12)
 
 

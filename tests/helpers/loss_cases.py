@@ -293,6 +293,14 @@ CASES = [
         ("", {"weight": 0.05}),
         ("document", {"level": "document", "behaviour": "rollout", "normalisation": "documents"}),
     ),
+    *_cases(
+        "grpo",
+        (
+            "proximal",
+            {"proximal": {}, "epsilon_low": 0.05, "rollout_correction": {"low": 0.9, "high": 1.1}},
+        ),
+    ),
+    *_cases("gspo", ("proximal", NARROW | {"proximal": {"weight": 0.3}})),
     *_cases("sapo", ("on_policy", {"on_policy": True, "ratio_level": "document_token"})),
     LossCase("dpo", {"type": "dpo"}, pairs=True),
     LossCase("dpo_mean", {"type": "dpo", "log_ratio": "mean", "beta": 2.0}, pairs=True),
@@ -316,6 +324,8 @@ ALWAYS_OFF_POLICY = {
     "grpo_outlier_k3_difference",
     "kl_cov",
     "kl_cov_options",
+    "grpo_proximal",
+    "gspo_proximal",
 }
 # Every policy-gradient case with a ratio, as it is and with `on_policy`.
 BOTH_POLICIES = [

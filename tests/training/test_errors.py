@@ -64,6 +64,10 @@ def _error(
             "phases.1.losses.policy.on_policy=true",
             "`on_policy` must go with one update a step, got",
         ),
+        (
+            "phases.1.losses.policy.proximal={weight: 0.5}",
+            "`proximal` must go with `rollouts` of type `files`: of what it samples",
+        ),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
         ("phases.1.losses.b={type: distillation}", "makes no batches for `type: distillation`"),
         (

@@ -48,7 +48,7 @@ def test_losses_that_compare_tokens_are_refused_before_the_run(loss: str, scope:
     config, context = tiny_context(HALF, f"phases.1.losses={{policy: {{{loss}}}}}")
     with pytest.raises(UserError) as error:
         build_sources(config, context)
-    expected = f"`phases.1.token_sampling` must go with losses that are sums over single tokens"
+    expected = "`phases.1.token_sampling` must go with losses that are sums over single tokens"
     assert expected in str(error.value)
     assert f"compares the tokens of a {scope}" in str(error.value)
 

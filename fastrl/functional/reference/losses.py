@@ -258,8 +258,7 @@ def reinforce(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: O
 
 def clip_cov(tokens: Tokens, options: Options) -> Tensor:
     """GRPO without the eligible tokens of largest covariance."""
-    if options["on_policy"]:
-        tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
+    tokens = with_old_policy(tokens, options)
 
     def is_eligible(t: int, covariance: float) -> bool:
         assert tokens.old_logprobs is not None
@@ -323,8 +322,7 @@ def policy_gradient(
     value, the gradient of the token's ratio), `document_product`, `clipped_document` (GMPO).
     others: slots with a surrogate of their own.
     """
-    if options["on_policy"]:
-        tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
+    tokens = with_old_policy(tokens, options)
     assert tokens.advantages is not None
     top = top_entropy_slots(tokens, options)
     values: dict[int, Tensor] = {}
@@ -351,6 +349,25 @@ def policy_gradient(
     if options["entropy"] is not None and options["entropy"]["bonus"]:
         loss = loss - options["entropy"]["bonus"] * bonus / num_labels
     return loss
+
+
+def with_old_policy(tokens: Tokens, options: Options) -> Tokens:
+    """The tokens with the log-probabilities that ratios are taken to."""
+    if options["on_policy"]:
+        return replace(tokens, old_logprobs=tokens.logprobs.detach())
+    proximal = options["proximal"]
+    if proximal is None:
+        return tokens
+    assert tokens.rollout_logprobs is not None
+    old = []
+    for t, sampler in enumerate(tokens.rollout_logprobs):
+        share = proximal["weight"]
+        if share is None:
+            assert tokens.model_version is not None
+            versions = tokens.current_version - int(tokens.model_version[t])
+            share = 0.0 if versions <= 1 else (versions - 1) / versions
+        old.append((1 - share) * sampler + share * tokens.logprobs[t].detach())
+    return replace(tokens, old_logprobs=torch.stack(old))
 
 
 def token_ratio(tokens: Tokens, slots: list[int], t: int, level: str, options: Options) -> Tensor:

@@ -122,8 +122,8 @@ def _checked(options: Mapping[str, Any]) -> PolicyGradientLossConfig:
         )
     if build_loss(config).scope == "batch":
         raise ValueError(
-            f"`type` must not be {config.type!r}, which compares the tokens of all ranks: verl gives"
-            " a loss those of one; use verl's own."
+            f"`type` must not be {config.type!r}, which compares the tokens of all ranks, as verl"
+            " gives a loss those of one; use verl's own."
         )
     return config
 

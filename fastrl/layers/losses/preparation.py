@@ -16,6 +16,7 @@ from fastrl.layers.losses.base import LanguageModelLoss, Scope
 from fastrl.layers.losses.corrections import Corrections
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import KLCoefficient, kl_penalty
+from fastrl.layers.losses.old_policy import with_old_policy
 from fastrl.layers.losses.policy_inputs import PolicyInputs, policy_inputs
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import per_document, per_document_mean, ratio_of_level
@@ -84,17 +85,16 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
         )
 
     def _with_old_policy(self, statistics: TokenStatistics, batch: BatchKwargs) -> BatchKwargs:
-        """The batch with the old policy's log-probabilities, the pass's own with `on_policy`."""
-        return batch.replace(old_logprobs=statistics.logprobs.detach()) if self.on_policy else batch
+        proximal, on_policy = self.config.proximal, self.on_policy
+        return with_old_policy(self, proximal, statistics, batch, on_policy=on_policy)
 
     def _document_columns(self, inputs: PolicyInputs) -> dict[str, Tensor]:
         """The per-token values, [T] each, whose sums over documents ratio and KL need."""
-        config, level = self.config, self.ratio_level
-        columns: dict[str, Tensor] = {}
+        level, columns = self.ratio_level, dict[str, Tensor]()
         if level not in ("none", "token"):
             columns["log_ratios"] = self.document_log_ratios(inputs.log_ratios, inputs.advantages)
         if level == "document":
             columns["advantages"] = inputs.advantages
-        if config.kl is not None and config.kl.ratio_level != "token":
+        if self.config.kl is not None and self.config.kl.ratio_level != "token":
             columns["kl_log_ratios"] = inputs.log_ratios
         return columns

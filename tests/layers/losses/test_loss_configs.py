@@ -81,6 +81,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`bonus` must be within `adaptive.low` and `adaptive.high`, 0.1 to 1.0, got 0.0",
     ),
     ({"type": "vespo", "rollout_correction": {}}, "`rollout_correction` must not be given"),
+    (
+        {"type": "clip_cov", "covariance_low": 5.0},
+        "`covariance_low` must be below `covariance_high`, 5.0, got 5.0",
+    ),
+    ({"type": "clip_cov", "fraction": 0.0}, "greater than 0"),
+    ({"type": "kl_cov", "on_policy": True}, "`on_policy` must not be given with `type: kl_cov`"),
+    ({"type": "kl_cov", "epsilon_low": 0.1}, "Extra inputs are not permitted"),
+    ({"type": "positive_nll", "normalisation": "documents"}, "'tokens'"),
+    ({"type": "grpo", "proximal": {"weight": 1.0}}, "less than 1"),
+    (
+        {"type": "grpo", "proximal": {}, "on_policy": True},
+        "`proximal` must not be given with `on_policy`",
+    ),
+    ({"type": "reinforce", "proximal": {}}, "`proximal` must not be given with `type: reinforce`"),
+    ({"type": "vespo", "proximal": {}}, "`proximal` must not be given with `type: vespo`"),
     ({"type": "reinforce", "kl": {"coefficient": 1.0}}, "`kl.gradient: ratio` must not be given"),
     (
         {"type": "reinforce", "off_policy_mask": {"threshold": 1.0}},
