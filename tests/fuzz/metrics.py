@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fastrl.config.losses import (
     CrossEntropyLossConfig,
     DistillationLossConfig,
     DPOLossConfig,
+    PositiveNLLLossConfig,
     SquaredLogRatioLossConfig,
     ZLossConfig,
 )
@@ -23,10 +24,12 @@ from fastrl.functional.reference.losses import (
     BOUND,
     Tokens,
     correction_weights,
+    covariances_to_drop,
     kl_estimate,
     token_ratio,
     token_weight,
     top_entropy_slots,
+    with_old_policy,
 )
 from tests.fuzz.cases import VERSION
 
@@ -39,9 +42,11 @@ LEVELS = {
     "gmpo": "clipped_document",
     "vespo": "document_product",
     "dppo": "token",
+    "clip_cov": "token",
+    "kl_cov": "token",
     "reinforce": "none",
 }
-UNCLIPPED = ("reinforce", "sapo", "vespo")
+UNCLIPPED = ("reinforce", "sapo", "vespo", "kl_cov")
 
 
 def metrics_of(
@@ -52,6 +57,10 @@ def metrics_of(
     numbers: dict[str, float] = {"loss": loss.item()}
     if isinstance(config, PolicyGradientLossConfig):
         numbers |= _policy(config, tokens, columns)
+    elif isinstance(config, PositiveNLLLossConfig):
+        assert tokens.advantages is not None
+        positive = [float(tokens.advantages[t].item() > 0) for t in slots]
+        numbers["positive_fraction"] = mean(positive)
     elif not isinstance(config, DistillationLossConfig | ZLossConfig):
         numbers["logprob"] = mean([tokens.logprobs[t].item() for t in slots])
     if isinstance(config, CrossEntropyLossConfig):
@@ -105,14 +114,16 @@ def _labels(config: PolicyGradientLossConfig, tokens: Tokens) -> Iterator[_Label
     level = options.get("ratio_level") or LEVELS[config.type]
     assert tokens.advantages is not None
     assert tokens.old_logprobs is not None
-    top = top_entropy_slots(tokens, options)
+    kept = top_entropy_slots(tokens, options)
+    if config.type == "clip_cov":
+        kept -= covariances_to_drop(tokens, options)
     for slots in documents(tokens.document_index, tokens.labels):
         own = {t: tokens.advantages[t].item() for t in slots}
         document = mean(list(own.values()))
         for t in slots:
             advantage = document if level in ("document", "clipped_document") else own[t]
             weight = 0.0
-            if t in top:
+            if t in kept:
                 wide = tokens.logprobs.new_tensor(advantage)
                 weight = token_weight(tokens, options, slots, t, wide, level)
             ratio = token_ratio(tokens, slots, t, level, options).item()
@@ -124,8 +135,7 @@ def _labels(config: PolicyGradientLossConfig, tokens: Tokens) -> Iterator[_Label
 def _policy(
     config: PolicyGradientLossConfig, tokens: Tokens, columns: dict[str, Any]
 ) -> dict[str, float]:
-    if config.on_policy:
-        tokens = replace(tokens, old_logprobs=tokens.logprobs.detach())
+    tokens = with_old_policy(tokens, config.model_dump())
     assert tokens.old_logprobs is not None
     assert tokens.entropy is not None
     labels = list(_labels(config, tokens))
@@ -152,7 +162,8 @@ def _policy(
     entropy_config = config.entropy
     has_top = entropy_config is not None and entropy_config.top_fraction is not None
     given = (config.rollout_correction, config.off_policy_mask, config.max_staleness)
-    if has_top or config.corrections or any(each is not None for each in given):
+    has_gates = has_top or config.type == "clip_cov" or len(config.corrections) > 0
+    if has_gates or any(each is not None for each in given):
         found["weight"] = mean([label.weight for label in labels])
     for number in range(len(config.corrections)):
         factors = [_correction(config, tokens, label, number) for label in labels]

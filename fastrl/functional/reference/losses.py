@@ -258,6 +258,14 @@ def reinforce(ratio: Tensor, a: Tensor, logprob: Tensor, old: Tensor, options: O
 
 def clip_cov(tokens: Tokens, options: Options) -> Tensor:
     """GRPO without the eligible tokens of largest covariance."""
+    dropped = covariances_to_drop(tokens, options)
+    return policy_gradient(
+        tokens, options, clipped, "token", dropped, lambda ratio, *_: torch.zeros_like(ratio)
+    )
+
+
+def covariances_to_drop(tokens: Tokens, options: Options) -> set[int]:
+    """The tokens of largest covariance of those within its bounds that the clip leaves."""
     tokens = with_old_policy(tokens, options)
 
     def is_eligible(t: int, covariance: float) -> bool:
@@ -273,10 +281,7 @@ def clip_cov(tokens: Tokens, options: Options) -> Tensor:
             return bool(1 - options["epsilon_low"] <= ratio <= limit)
         return True
 
-    dropped = largest_covariances(tokens, options, is_eligible)
-    return policy_gradient(
-        tokens, options, clipped, "token", dropped, lambda ratio, *_: torch.zeros_like(ratio)
-    )
+    return largest_covariances(tokens, options, is_eligible)
 
 
 def kl_cov(tokens: Tokens, options: Options) -> Tensor:
