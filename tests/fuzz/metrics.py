@@ -171,6 +171,8 @@ def _policy(
         found[f"correction_{number}_masked"] = mean([float(factor == 0) for factor in factors])
     if entropy_config is not None and entropy_config.bonus > 0:
         found["entropy_bonus_max"] = entropy_config.bonus
+    if config.kl is not None and config.kl.adaptive is not None:
+        found["kl_coefficient_max"] = config.kl.coefficient
     return found
 
 
