@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastrl.functional.metrics import add_metrics, finish_metrics, reduce_metrics
     from fastrl.functional.statistics import TokenStatistics
     from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
+    from fastrl.layers.value_head import ValueHead
     from fastrl.models.llama import Llama
     from fastrl.parallel import ParallelGroups
 
@@ -37,6 +38,7 @@ __all__ = [
     "RowSet",
     "TokenBatch",
     "TokenStatistics",
+    "ValueHead",
     "add_metrics",
     "finish_metrics",
     "linear_logprobs",
@@ -59,6 +61,7 @@ _MODULES = {
     "RowSet": "fastrl.functional.batch",
     "TokenBatch": "fastrl.data.batch",
     "TokenStatistics": "fastrl.functional.statistics",
+    "ValueHead": "fastrl.layers.value_head",
     "add_metrics": "fastrl.functional.metrics",
     "finish_metrics": "fastrl.functional.metrics",
     "linear_logprobs": "fastrl.functional.linear_logprobs",

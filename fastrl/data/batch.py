@@ -141,10 +141,10 @@ class TokenBatch:
             pad_to_multiple: the length is padded to a multiple of it.
             sequence_length: the length is padded to it, whatever the documents.
             columns: names out of "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs",
-                "model_version" that the batch carries, no others, also where no document has a
-                label. Default: those that any document has. Data ranks, whose documents may differ
-                in what they have, must name them, as all ranks compute the same metrics: rewards
-                are then carried too, NaN for documents without one.
+                "values", "returns", "model_version" that the batch carries, no others, also where
+                no document has a label. Default: those that any document has. Data ranks, whose
+                documents may differ in what they have, must name them, as all ranks compute the
+                same metrics: rewards are then carried too, NaN for documents without one.
             share_prefixes: tokens that documents of one `group_id` begin with, up to the one that
                 predicts the first label, stand in the sequence once (docs/data.md). The model
                 must see `visible_until` of the batch. Nothing else changes: losses, metrics and

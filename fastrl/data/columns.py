@@ -58,6 +58,8 @@ DOCUMENT_COLUMNS = {
     "rewards": Column("mapping"),
     "greedy_reward": Column("number"),
     "sum_squares": Column("numbers", per_token=True),
+    "values": Column("numbers", per_token=True, requirable=True),
+    "returns": Column("numbers", per_token=True, requirable=True),
 }
 """Every field of `Document`, in the order of the columns of files."""
 

@@ -47,8 +47,8 @@ class Document:
     no effect. Fields may be sequences, numpy arrays or tensors. They are checked when a batch is
     made, which can then name the document.
 
-    Log-probabilities and advantages are fp32 in a batch. Where one of them is a float64 array or
-    tensor, all of the document's are float64, Python numbers too.
+    Log-probabilities, advantages, values and returns are fp32 in a batch. Where one of them is a
+    float64 array or tensor, all of the document's are float64, Python numbers too.
 
     Attributes:
         tokens: [n] token ids, n >= 1.
@@ -81,6 +81,9 @@ class Document:
         greedy_reward: of the most likely answer to the same prompt, the baseline of ReMax.
         sum_squares: of the probabilities of all tokens where each token was drawn, under the policy
             of `logprobs`; same lengths. For the optimal token baseline.
+        values: of a value head, same lengths: `values[i]` is that of the state in which `tokens[i]`
+            was drawn (`fastrl.data.value_advantages`).
+        returns: what the value head is to predict there, same lengths.
     """
 
     tokens: Integers
@@ -101,6 +104,8 @@ class Document:
     rewards: Mapping[str, float] | None = None
     greedy_reward: float | None = None
     sum_squares: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
 
     @property
     def num_labels(self) -> int:

@@ -25,7 +25,7 @@ from fastrl.data.documents import Array, Document
 
 Padded: TypeAlias = Tensor | Array
 
-_BY_TOKEN = (*LOGPROBS, "advantage")
+_BY_TOKEN = (*LOGPROBS, "advantage", "values", "returns")
 _BY_ROW = (
     *("advantage", "temperature", "reward", "group_id", "model_version"),
     "logprobs_temperature",
@@ -51,10 +51,11 @@ def documents_from_padded(
         loss_mask: 1 (or True) where a token is to be learned: a completion mask, or
             `labels != -100`; 0 where `attention_mask` is. Tokens in front of its columns are not
             learned. The first token of a document never is.
-        fields: of `Document`, by name. `logprobs`, `ref_logprobs`, `rollout_logprobs` and
-            `advantage`: [B, L], [B, L - 1], or as many columns as `loss_mask`, any value where no
-            token is learned. `advantage`, `temperature`, `reward`, `group_id`, `model_version` and
-            `logprobs_temperature`: [B], or one value for all rows. None is as not given.
+        fields: of `Document`, by name. `logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantage`,
+            `values` and `returns`: [B, L], [B, L - 1], or as many columns as `loss_mask`, any value
+            where no token is learned. `advantage`, `temperature`, `reward`, `group_id`,
+            `model_version` and `logprobs_temperature`: [B], or one value for all rows. None is as
+            not given.
 
     Returns:
         At most B documents with `loss_mask` in token alignment. float64 stays float64.

@@ -97,10 +97,12 @@ class BatchKwargs:
         num_positive_labels_in_batch: labels of the optimizer step with an advantage above 0; None
             in batches made by hand, which losses of these labels refuse.
         advantages: [T] fp32 (float64 of float64 documents, as all that is fp32 here but for
-            counts), 0 at slots without label, as in the three that follow.
+            counts), 0 at slots without label, as in the five that follow.
         old_logprobs: [T] fp32 nats, denominator of the ratio.
         ref_logprobs: [T] fp32 nats, under the frozen reference.
         rollout_logprobs: [T] fp32 nats, the sampler's own.
+        values: [T] fp32, of the value head that the advantages were taken with.
+        returns: [T] fp32, what the value head is to predict.
         draw_weights: [T] fp32, factor on what a token adds to losses and means, where its label
             was drawn at random from more (`with_sampled_tokens`); 0 without label. None is 1.
         temperature: one number (or tensor []) if all documents share it, else [T] fp32, 1 at
@@ -152,6 +154,8 @@ class BatchKwargs:
     rollout_logprobs: Tensor | None = field(
         default=None, metadata=_float("rollout_logprobs")
     )  # [T]
+    values: Tensor | None = field(default=None, metadata=_float("values"))  # [T]
+    returns: Tensor | None = field(default=None, metadata=_float("returns"))  # [T]
     draw_weights: Tensor | None = field(default=None, metadata=_float())  # [T]
     temperature: float | Tensor = field(
         default=1.0, metadata=_float("temperature")

@@ -76,7 +76,9 @@ def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     `x_variance` = E[x^2] - E[x]^2 replaces `x_squared`; weights have `x_ess` = E[x]^2 / E[x^2],
     their effective sample size as a share of the tokens; a mean over some of the documents is
-    divided by their share `x_share`; an extreme of no tokens is 0.
+    divided by their share `x_share`; an extreme of no tokens is 0. Beside `x_error`, the rest of x
+    that a prediction leaves, `explained_variance` is 1 - Var[x_error] / Var[x], 0 where x is all
+    equal.
 
     Args:
         metrics: the sums of all parts and ranks. `reduce_metrics` finishes its own.
@@ -98,6 +100,12 @@ def finish_metrics(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if leaf in _WEIGHTS:
             tiny = torch.finfo(value.dtype).tiny
             finished[f"{base}_ess"] = mean.square() / value.clamp(min=tiny)
+    for name in [name for name in finished if name.endswith("_error_variance")]:
+        whole = finished.get(name.replace("_error_variance", "_variance"))
+        if whole is not None:
+            prefix = name[: name.rfind("/") + 1]
+            share = 1 - finished[name] / torch.where(whole > 0, whole, 1)
+            finished[f"{prefix}explained_variance"] = torch.where(whole > 0, share, 0)
     return finished
 
 

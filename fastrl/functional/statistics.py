@@ -22,6 +22,7 @@ class TokenStatistics:
         sum_squares: [T], sum p^2.
         is_argmax: [T] bool, whether no logit is above the label's; without gradient.
         divergence: [T], from a teacher's distribution (`teacher_divergence`).
+        values: [T], of a value head; no statistic of z.
     """
 
     logprobs: Tensor  # [T]
@@ -31,6 +32,7 @@ class TokenStatistics:
     sum_squares: Tensor | None = None  # [T]
     is_argmax: Tensor | None = None  # [T]
     divergence: Tensor | None = None  # [T]
+    values: Tensor | None = None  # [T]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The statistics with `function` applied to each vector."""

@@ -104,7 +104,7 @@ def plan_head(
     """
     if batch.draw_weights is not None:
         _check_sums_over_tokens(losses)
-    batch = _own_tokens(batch, groups)
+    batch = own_tokens(batch, groups)
     labelled = batch.rows_with_labels
     batch = replace(batch, labelled_rows=labelled)  # found once
     by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
@@ -277,8 +277,12 @@ def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
     return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
 
 
-def _own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
-    """The tokens of this rank's head: its slice where the head splits them."""
+def own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
+    """The tokens of this rank's head: its slice where the head splits them.
+
+    Raises:
+        ValueError: they cannot be split.
+    """
     if not head_splits_tokens(groups):
         return batch
     size, rank = group_size(groups.sp), group_rank(groups.sp)

@@ -1,0 +1,69 @@
+"""The loss of a value head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.config.heads import ValueLossConfig
+from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.statistics import TokenStatistics
+from fastrl.layers.losses.base import LanguageModelLoss, masked, required
+from fastrl.layers.losses.reduction import moments, token_means
+
+
+class ValueLoss(LanguageModelLoss[ValueLossConfig]):
+    """Half the squared error of each value v to its return R, clipped around the old value o.
+
+        0.5 max((v - R)^2, (clip(v, o - epsilon, o + epsilon) - R)^2)
+
+        d loss / d v = v - R, 0 where the clipped error is the larger one
+
+    References:
+        Schulman et al., arXiv:1707.06347, and the clip of its implementation (Engstrom et al.,
+        arXiv:2005.12729, section 3), there without the 0.5.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values"})
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        own, clipped = self._errors(statistics, batch)
+        return self.normalise(0.5 * torch.maximum(own, clipped), batch)
+
+    @torch.no_grad()
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        """`loss`; `value`, `return`, `return_error` (their difference), each with its moments.
+
+        `clip_fraction` is the share of values whose gradient the clip cuts off.
+        """
+        own, clipped = self._errors(statistics, batch)
+        mask = batch.labels != -100
+        returns = masked(required(batch.returns, "returns", self), mask)
+        values = masked(_values(statistics), mask)
+        columns = {"clip_fraction": (clipped > own).to(values.dtype)}
+        return {
+            "loss": self(statistics, batch),
+            **moments("value", values, batch),
+            **moments("return", returns, batch),
+            **moments("return_error", returns - values, batch),
+            **(token_means(columns, batch) if self.config.epsilon is not None else {}),
+        }
+
+    def _errors(self, statistics: TokenStatistics, batch: BatchKwargs) -> tuple[Tensor, Tensor]:
+        """Squared errors of the values and of the clipped ones, 0 without label."""
+        mask = batch.labels != -100
+        values = masked(_values(statistics), mask)
+        returns = masked(required(batch.returns, "returns", self), mask)
+        own = (values - returns).square()
+        if self.config.epsilon is None:
+            return own, own
+        old = masked(required(batch.values, "values", self), mask)
+        clipped = values.clamp(old - self.config.epsilon, old + self.config.epsilon)
+        return own, (clipped - returns).square()
+
+
+def _values(statistics: TokenStatistics) -> Tensor:  # [T]
+    assert statistics.values is not None
+    return statistics.values
