@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastrl.functional.linear_logprobs import linear_logprobs
     from fastrl.functional.metrics import add_metrics, finish_metrics, reduce_metrics
     from fastrl.functional.statistics import TokenStatistics
+    from fastrl.layers.draft_heads import DraftHeads
     from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
     from fastrl.layers.value_head import ValueHead
     from fastrl.models.llama import Llama
@@ -26,6 +27,7 @@ __all__ = [
     "BatchCounts",
     "BatchKwargs",
     "Document",
+    "DraftHeads",
     "Environment",
     "HeadOutput",
     "LanguageModelHead",
@@ -49,6 +51,7 @@ _MODULES = {
     "BatchCounts": "fastrl.data.batch",
     "BatchKwargs": "fastrl.functional.batch",
     "Document": "fastrl.data.documents",
+    "DraftHeads": "fastrl.layers.draft_heads",
     "Environment": "fastrl.environments",
     "HeadOutput": "fastrl.layers.language_model_head",
     "LanguageModelHead": "fastrl.layers.language_model_head",

@@ -3,7 +3,7 @@
 from fastrl.config.base import Config, ConfigError, UserError
 from fastrl.config.corrections import CorrectionConfig
 from fastrl.config.covariance_losses import ClipCovLossConfig, KLCovLossConfig
-from fastrl.config.heads import ValueLossConfig
+from fastrl.config.heads import DraftConfig, ValueLossConfig
 from fastrl.config.loading import dump_config, load_config, parse_config, save_config
 from fastrl.config.loss_options import (
     AdaptiveEntropyConfig,
@@ -58,6 +58,7 @@ __all__ = [
     "DPOLossConfig",
     "DPPOLossConfig",
     "DistillationLossConfig",
+    "DraftConfig",
     "EntropyConfig",
     "GMPOLossConfig",
     "GRPOLossConfig",

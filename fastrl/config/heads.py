@@ -1,10 +1,12 @@
-"""Configs of the heads beside the language-model head: a value head."""
+"""Configs of the heads beside the language-model head: a value head, draft heads."""
 
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fastrl.config.base import Config
 from fastrl.config.loss_options import HIGHEST_RATIO, LossConfig
+from fastrl.config.losses import CrossEntropyLossConfig, DistillationLossConfig
 
 
 class ValueLossConfig(LossConfig):
@@ -30,3 +32,21 @@ class ValueLossConfig(LossConfig):
         """The returns, and with a clip the old values."""
         names = {"returns"} | (set() if self.epsilon is None else {"values"})
         return super().required_columns() | names
+
+
+class DraftConfig(Config):
+    """Heads of depth 1 to `depth` that predict tokens further on, on the head's own weight."""
+
+    depth: int = Field(gt=0, le=64)
+    """Number K of draft heads; the one of depth k predicts the label that is k places further
+    on than the head's own."""
+
+    loss: CrossEntropyLossConfig | DistillationLossConfig = Field(
+        default_factory=lambda: CrossEntropyLossConfig(weight=0.3), discriminator="type"
+    )
+    """Of each depth: `cross_entropy` to its labels, or `distillation` from the head's own
+    distribution of the same token. Its `weight` is shared evenly among the depths."""
+
+    detach_weight: bool = False
+    """Whether the draft heads leave the weight (and bias) without gradient: they train what makes
+    their hidden states alone."""

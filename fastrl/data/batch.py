@@ -23,7 +23,13 @@ from fastrl.data.prompt_groups import (
     document_group_labels,
     group_numbers,
 )
-from fastrl.data.slices import Layout, shard_owners, shard_slots, split_multiple
+from fastrl.data.slices import (
+    Layout,
+    rows_over_ranks,
+    shard_owners,
+    shard_slots,
+    split_multiple,
+)
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.parallel import ParallelGroups, group_rank, group_size
@@ -118,6 +124,7 @@ class TokenBatch:
     visible_until: Tensor | None = None  # [T] int64; None where documents share no slot
     paths: tuple[Tensor, ...] | None = None  # N of [n] int64, slots of each document; as above
     draw_weights: Tensor | None = None  # [T] float64; 0 where a label was not drawn
+    target_slots: Tensor | None = None  # [T] int64, of a draft batch (`fastrl.data.drafts`)
 
     @classmethod
     def from_documents(
@@ -212,6 +219,10 @@ class TokenBatch:
         if visible_until is not None:
             ends = torch.arange(self.padded_length, length) + 1
             visible_until = torch.cat([visible_until, ends])
+        target_slots = self.target_slots
+        if target_slots is not None:
+            own = torch.arange(self.padded_length, length)
+            target_slots = torch.cat([target_slots, own])
         return replace(
             self,
             tokens=pad(self.tokens),
@@ -222,6 +233,7 @@ class TokenBatch:
             kept_tokens=None if self.kept_tokens is None else self.kept_tokens.padded(length),
             visible_until=visible_until,
             draw_weights=None if self.draw_weights is None else pad(self.draw_weights),
+            target_slots=target_slots,
         )
 
     @property
@@ -331,12 +343,19 @@ class TokenBatch:
         owners = shard_owners(
             self.padded_length, size=size, micro_sequences=micro_sequences, layout=layout
         )
-        pieces = owners % micro_sequences
+        ranks, pieces = owners // micro_sequences, owners % micro_sequences
         if join:
             slots = slots.view(1, -1)
-            owners, pieces = owners // micro_sequences, torch.zeros_like(owners)
+            owners, pieces = ranks, torch.zeros_like(owners)
         cuts = self._is_cut(owners), self._is_cut(pieces)
-        return tuple(self._kwargs(piece, counts, *cuts) for piece in slots)
+        batches = tuple(self._kwargs(piece, counts, *cuts) for piece in slots)
+        if self.target_slots is None:
+            return batches
+        rows = rows_over_ranks(ranks, pieces)[self.target_slots]
+        return tuple(
+            batch.replace(target_rows=rows[piece])
+            for batch, piece in zip(batches, slots, strict=True)
+        )
 
     def _is_cut(
         self,

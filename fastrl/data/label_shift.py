@@ -1,8 +1,8 @@
 """The one and only label shift of documents.
 
 Here: `shift_documents`, which checks documents, joins them and moves every value of token i + 1 to
-slot i, inside documents. Not here: padding, counts over ranks and slices (`batch.py`). Nothing
-downstream shifts or rolls.
+slot i, inside documents, and `further_slots`, by which the labels of draft heads move on. Not here:
+padding, counts over ranks and slices (`batch.py`). Nothing downstream shifts or rolls.
 """
 
 from __future__ import annotations
@@ -81,6 +81,22 @@ def shift_documents(
         "group_ids": group_ids if has_groups else None,
         "kept_tokens": _kept_tokens(documents, checked),
     }
+
+
+def further_slots(
+    document_index: Tensor,  # [T]
+    depth: int,
+) -> tuple[Tensor, Tensor]:  # [T], [T]
+    """For each slot the one `depth` places further on, and whether it is in the same document.
+
+    Where it is not, the slot itself. Padding is no document.
+    """
+    slots = torch.arange(len(document_index))
+    later = slots + depth
+    inside = later < len(slots)
+    later = torch.where(inside, later, slots)
+    inside &= (document_index >= 0) & (document_index[later] == document_index)
+    return torch.where(inside, later, slots), inside
 
 
 def _joined(arrays: Sequence[Array], dtype: type) -> Array:  # [T]

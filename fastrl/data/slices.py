@@ -69,6 +69,22 @@ def shard_owners(
     return owners
 
 
+def rows_over_ranks(
+    ranks: Tensor,  # [length]
+    pieces: Tensor,  # [length]
+) -> Tensor:
+    """[length] int64: each slot's row where the ranks' shards of its piece follow each other.
+
+    Args:
+        ranks: that hold each slot.
+        pieces: that each slot belongs to, equally many in each.
+    """
+    order = (pieces * (ranks.max() + 1) + ranks).argsort(stable=True)
+    rows = torch.empty_like(order)
+    rows[order] = torch.arange(len(order)) % (len(order) // (int(pieces.max()) + 1))
+    return rows
+
+
 def _chunks_per_rank(layout: Layout) -> int:
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f"`layout` must be 'contiguous' or 'zigzag', got {layout!r}")

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from fastrl.data.batch import BatchCounts, TokenBatch
 from fastrl.data.columns import BATCH_COLUMNS
 from fastrl.data.documents import Document, DocumentError
+from fastrl.data.drafts import draft_batch
 from fastrl.data.equal_batches import equal_batches
 from fastrl.data.packing import pack_numbers
 from fastrl.data.prefixes import check_not_split
@@ -146,6 +147,19 @@ class OptimizerStep:
         batches = equal_batches(batches, groups, pad_to_multiple=pad_to_multiple)
         step = cls(batches, groups, device=device, layout=layout)
         step._numbers = packs + [[]] * (len(batches) - len(packs))
+        return step
+
+    def draft(self, depth: int) -> OptimizerStep:
+        """The step of the draft heads of a depth: the same micro-batches, as `draft_batch`.
+
+        Its counts are those of the depth's own labels, in one more all-reduce over `groups.dp`.
+        Its batches go with those of this step one by one:
+
+            for batch, *drafts in zip(step, step.draft(1), step.draft(2)):
+        """
+        batches = [draft_batch(batch, depth) for batch in self.batches]
+        step = OptimizerStep(batches, self._groups, device=self._device, layout=self._layout)
+        step._numbers = self._numbers
         return step
 
     def __len__(self) -> int:

@@ -135,6 +135,9 @@ class BatchKwargs:
             its document up to itself.
         cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
             that sums over documents are not possible. The same on all ranks.
+        target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
+            must predict, among the hidden states of all sequence-data ranks, rank after rank; any
+            without label.
 
     Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
     """
@@ -175,6 +178,7 @@ class BatchKwargs:
     cut_by_pieces: bool = False
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
+    target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
 
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import Document
+from fastrl import Document, LanguageModelHead, TokenBatch
+from fastrl.config import DraftConfig
 from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import heads as reference_heads
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.functional.statistics import TokenStatistics
 from tests.helpers.loss_heads import HIDDEN_SIZE
 
 # Prompts and completions: documents shorter than a depth, without label, of one token.
@@ -66,3 +69,54 @@ def value_reference(hidden: Tensor, weight: Tensor, batch: BatchKwargs, options:
     loss = reference_heads.value_loss(values, batch.values, batch.returns, tokens, options)
     weighted: Tensor = options["weight"] * loss
     return weighted
+
+
+def draft_reference(
+    head: LanguageModelHead,
+    config: DraftConfig,
+    batch: TokenBatch,
+    hidden: list[Tensor],
+) -> Tensor:
+    """The draft heads' part of the loss, of all documents of a step; `hidden` by depth from 0."""
+    assert head.bias is not None
+    weight, bias = (
+        each.detach() if config.detach_weight else each for each in (head.weight, head.bias)
+    )
+    total = hidden[0].new_zeros(())
+    kwargs = batch.to_kwargs()[0]
+
+    def logits(states: Tensor) -> Tensor:
+        return reference.logits(
+            states,
+            weight,
+            bias=bias,
+            temperature=kwargs.temperature,
+            softcap=head.config.softcap,
+            vocab_size=head.config.vocab_size,
+        )
+
+    for depth in range(1, config.depth + 1):
+        labels = reference_heads.draft_labels(kwargs.labels, kwargs.document_index, depth)
+        z = logits(hidden[depth])
+        statistics = TokenStatistics(*reference.token_statistics(z, labels))
+        divergence = None
+        if config.loss.type == "distillation":
+            own = logits(hidden[0]).detach()
+            divergence = z.new_zeros(len(labels))
+            for t in [t for t in range(len(labels)) if labels[t] != -100]:
+                target, drafted = own[t + depth].log_softmax(0), z[t].log_softmax(0)
+                if config.loss.divergence == "reverse_kl":
+                    target, drafted = drafted, target
+                divergence[t] = (target.exp() * (target - drafted)).sum()
+        tokens = reference_losses.Tokens(
+            labels,
+            kwargs.document_index,
+            statistics.logprobs,
+            logsumexp=statistics.logsumexp,
+            mean_logit=z.mean(1),
+            divergence=divergence,
+            group_index=kwargs.group_index,
+        )
+        loss = reference_losses.LOSSES[config.loss.type](tokens, config.loss.model_dump())
+        total = total + config.loss.weight / config.depth * loss
+    return total

@@ -1,4 +1,4 @@
-"""The definition of what stands beside the head: values, advantages from them.
+"""The definition of what stands beside the head: values, advantages from them, draft labels.
 
 Plain loops, as `losses.py`, which normalises.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fastrl.functional.reference.losses import Options, Tokens, normalise
@@ -55,3 +56,13 @@ def advantages(
             total += (gamma * lam) ** (later - t) * deltas[later]
         found.append(total)
     return found
+
+
+def draft_labels(labels: Tensor, document_index: Tensor, depth: int) -> Tensor:  # [T], [T]
+    """The label `depth` slots further on in the same document, else -100."""
+    found = []
+    for t in range(len(labels)):
+        later = t + depth
+        is_inside = later < len(labels) and document_index[later] == document_index[t]
+        found.append(int(labels[later]) if is_inside else -100)
+    return torch.tensor(found)
