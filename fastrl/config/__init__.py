@@ -12,6 +12,7 @@ from fastrl.config.loss_options import (
     KLConfig,
     LossConfig,
     OffPolicyMaskConfig,
+    OnPolicyDistillationConfig,
     ProximalConfig,
     RolloutCorrectionConfig,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "LlamaConfig",
     "LossConfig",
     "OffPolicyMaskConfig",
+    "OnPolicyDistillationConfig",
     "PolicyGradientLossConfig",
     "PositiveNLLLossConfig",
     "ProximalConfig",

@@ -41,6 +41,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "kl_loss_type": ("kl.estimator",),
     "reference_policy_kl_type": ("kl.estimator",),
     "use_bias_correction_kl": ("kl.gradient",),
+    "opd_kl_coef": ("on_policy_distillation.coefficient",),
+    "distillation_loss_coef": ("on_policy_distillation.coefficient",),
+    "use_task_rewards": ("on_policy_distillation.rewards",),
+    "loss_max_clamp": ("on_policy_distillation.bound",),
     "vllm_importance_sampling_mode": ("rollout_correction.mode", "rollout_correction.level"),
     "vllm_importance_sampling_clip_min": ("rollout_correction.low",),
     "vllm_importance_sampling_clip_max": ("rollout_correction.high",),
@@ -89,6 +93,8 @@ TYPE_ALIASES: dict[str, str] = {
     "ipo": "`dpo` with `variant: ipo`",
     "hinge": "`dpo` with `variant: hinge`",
     "gkd": "`distillation`",
+    "forward_kl_topk": "`distillation` with `recorded`",
+    "ref_kl": "`dppo` with `on_policy_distillation`",
     "jsd": "`distillation` with `divergence: jensen_shannon`",
 }
 """Loss elsewhere -> the loss here, as a message says it."""

@@ -50,3 +50,12 @@ class DraftConfig(Config):
     detach_weight: bool = False
     """Whether the draft heads leave the weight (and bias) without gradient: they train what makes
     their hidden states alone."""
+
+    @model_validator(mode="after")
+    def _teacher_is_the_head(self) -> "DraftConfig":
+        if isinstance(self.loss, DistillationLossConfig) and self.loss.recorded:
+            raise ValueError(
+                "`loss.recorded` must not be given to draft heads, whose teacher is the head they"
+                " belong to; leave it out"
+            )
+        return self

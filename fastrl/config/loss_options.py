@@ -8,6 +8,9 @@ from fastrl.config.base import Config
 
 Normalisation = Literal["tokens", "documents", "groups", "constant"]
 
+Stream = Literal["rl", "ce", "distill"]
+"""Parts of a step's labels with weights and counts of their own."""
+
 RatioLevel = Literal["none", "token", "document", "document_token", "document_product"]
 """Of the ratio of new to old policy; `ratio_of_level` of the losses defines each."""
 
@@ -39,9 +42,26 @@ class LossConfig(Config):
     """Tokens a document counts as under `normalisation: constant`, for example the completion
     limit; only there."""
 
+    stream: Stream | None = None
+    """The loss acts on the labels of this stream alone, those whose weight in it (`rl_weight`,
+    `ce_weight`, `distill_weight` of the documents) is not 0: each token's loss is multiplied by its
+    weight, and divided by the counts of the stream's labels or documents in the batch. All labels
+    with weight 1 by default."""
+
     def required_columns(self) -> frozenset[str]:
         """The optional columns of `BatchKwargs` without which the loss refuses a batch."""
-        return frozenset({"group_label_counts"} if self.normalisation == "groups" else ())
+        columns = {"group_label_counts"} if self.normalisation == "groups" else set()
+        return frozenset(columns if self.stream is None else columns | {f"{self.stream}_weights"})
+
+    @model_validator(mode="after")
+    def _stream_has_no_groups(self) -> "LossConfig":
+        if self.stream is not None and self.normalisation == "groups":
+            raise ValueError(
+                f"`stream: {self.stream}` must not go with `normalisation: groups` of `type:"
+                f" {self.type}`, as a stream has no counts of groups; use `tokens`, `documents` or"
+                " `constant`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _length_belongs_to_constant(self) -> "LossConfig":
@@ -129,6 +149,23 @@ class KLConfig(Config):
                 " it belongs to `gradient: ratio`"
             )
         return self
+
+
+class OnPolicyDistillationConfig(Config):
+    """An advantage of each token from a teacher, whose log-probabilities are `ref_logprobs`.
+
+    With d = ref_logprob - logprob, detached: advantage = reward's advantage + coefficient * d. The
+    policy gradient of d is that of KL(policy, teacher) for tokens of the current policy.
+    """
+
+    coefficient: float = Field(default=1.0, gt=0, le=HIGHEST_RATIO)
+    """Factor on d."""
+
+    rewards: bool = True
+    """Whether the batch's advantages are added, or are not read."""
+
+    bound: float | None = Field(default=None, gt=0, le=HIGHEST_RATIO)
+    """d is clipped to [-`bound`, `bound`] nats; not at all by default."""
 
 
 class RolloutCorrectionConfig(Config):

@@ -80,6 +80,15 @@ class PositiveNLLLossConfig(LossConfig):
     normalisation: Literal["tokens"] = "tokens"
     """The sum / labels of the step with an advantage above 0, and not / all labels."""
 
+    @model_validator(mode="after")
+    def _has_one_count(self) -> "PositiveNLLLossConfig":
+        if self.stream is not None:
+            raise ValueError(
+                f"`stream: {self.stream}` must not be given with `type: positive_nll`, which is"
+                " divided by the positive labels of all streams; leave it out"
+            )
+        return self
+
     def required_columns(self) -> frozenset[str]:
         """The advantages, whose sign says which labels are positive."""
         return super().required_columns() | {"advantages"}
@@ -121,6 +130,24 @@ class DistillationLossConfig(LossConfig):
     beta: float | None = Field(default=None, gt=0, lt=1)
     """Weight of the teacher under `divergence: jensen_shannon`, 0.5 there if not given; only
     there."""
+
+    recorded: bool = False
+    """The teacher is its recorded entries (`teacher_ids`, `teacher_logprobs` of the documents), and
+    all other ids together are one bin of both distributions; otherwise its hidden states and head,
+    which the call of the head is given."""
+
+    def required_columns(self) -> frozenset[str]:
+        """The entries, where they are recorded."""
+        return super().required_columns() | ({"teacher_tokens"} if self.recorded else frozenset())
+
+    @model_validator(mode="after")
+    def _recorded_at_one_scale(self) -> "DistillationLossConfig":
+        if self.recorded and self.logits_scale != 1:
+            raise ValueError(
+                "`logits_scale` must be 1 with `recorded`, as the teacher's log-probabilities are"
+                f" those of the documents' temperature, got {self.logits_scale}"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from fastrl.config.loss_options import (
     LossConfig,
     Normalisation,
     OffPolicyMaskConfig,
+    OnPolicyDistillationConfig,
     ProximalConfig,
     RolloutCorrectionConfig,
 )
@@ -31,6 +32,9 @@ class PolicyGradientLossConfig(LossConfig):
 
     kl: KLConfig | None = None
     """A penalty on the KL divergence from the reference policy."""
+
+    on_policy_distillation: OnPolicyDistillationConfig | None = None
+    """Advantages from a teacher, beside those of the rewards or in their place."""
 
     rollout_correction: RolloutCorrectionConfig | None = None
     """Importance weights for the mismatch between sampler and trained policy."""
@@ -57,7 +61,9 @@ class PolicyGradientLossConfig(LossConfig):
             columns |= {"model_version"} if self.proximal.weight is None else set()
         elif not self.on_policy:
             columns |= {"old_logprobs"}
-        if self.kl is not None:
+        if self.on_policy_distillation is not None and not self.on_policy_distillation.rewards:
+            columns -= {"advantages"}
+        if self.kl is not None or self.on_policy_distillation is not None:
             columns |= {"ref_logprobs"}
         for correction in self.all_corrections(has_ratio=True).values():
             compared = correction.policies - ({"old"} if self.on_policy else set()) - {"current"}
@@ -100,6 +106,16 @@ class PolicyGradientLossConfig(LossConfig):
             raise ValueError(
                 f"`proximal` must not be given with `type: {self.type}`, which does not use"
                 " `old_logprobs`; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_pull_to_the_reference(self) -> "PolicyGradientLossConfig":
+        if self.kl is not None and self.on_policy_distillation is not None:
+            raise ValueError(
+                "`kl` must not be given with `on_policy_distillation`, as both are the gradient of"
+                " KL(policy, reference) to the same `ref_logprobs`; use one, with a larger"
+                " `coefficient`"
             )
         return self
 

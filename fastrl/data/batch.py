@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ from fastrl.data.slices import (
     shard_slots,
     split_multiple,
 )
-from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.batch import ENTRIES, BatchKwargs, RowSet
 from fastrl.functional.kept_tokens import KeptTokens
+from fastrl.functional.streams import STREAMS, StreamCounts
 from fastrl.parallel import ParallelGroups, group_rank, group_size
 
 __all__ = ["BatchCounts", "BatchKwargs", "RowSet", "TokenBatch"]
@@ -45,6 +47,7 @@ class BatchCounts:
         num_labels_in_batch: shifted labels; the first token of a document is never one.
         num_documents_in_batch: documents with at least one label.
         num_groups_in_batch: groups with at least one label. A group is whole on its data rank.
+        streams: labels, and documents with one, of each stream; empty without weights.
         group_labels: labels of each group on this data rank, by its id; without, batches carry no
             groups.
         num_positive_labels_in_batch: labels with an advantage above 0.
@@ -58,6 +61,9 @@ class BatchCounts:
     num_groups_in_batch: int | Tensor = field(default=0, compare=False)
     group_labels: Mapping[Hashable, int] | None = field(default=None, compare=False)
     num_positive_labels_in_batch: int | Tensor = field(default=0, compare=False)
+    streams: Mapping[str, tuple[int | Tensor, int | Tensor]] = field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def of(
@@ -85,12 +91,19 @@ class BatchCounts:
             for batch in batches
             if batch.group_ids is not None
         )
+        no_labels = torch.zeros(2, dtype=torch.int64)
+        of_streams = [
+            int(number)
+            for stream in STREAMS
+            for number in sum((batch.stream_totals(stream) for batch in batches), no_labels)
+        ]
         group = None if groups is None else groups.dp
         if group is None:
-            return cls(labels, documents, groups_with_labels, group_labels, positive)
+            streams = _by_stream(of_streams)
+            return cls(labels, documents, groups_with_labels, group_labels, positive, streams)
         if device is None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        numbers = [labels, documents, groups_with_labels, positive]
+        numbers = [labels, documents, groups_with_labels, positive, *of_streams]
         counts = torch.tensor(numbers, dtype=torch.int64)
         if torch.device(device).type == "cuda":
             # From pageable memory the copy would wait for all that the GPU has to do.
@@ -98,7 +111,15 @@ class BatchCounts:
         counts = counts.to(device, non_blocking=True)
         dist.all_reduce(counts, group=group)
         values = counts.tolist() if counts.device.type == "cpu" else counts.unbind()
-        return cls(values[0], values[1], values[2], group_labels, values[3])
+        streams = _by_stream(values[4:])
+        return cls(values[0], values[1], values[2], group_labels, values[3], streams)
+
+
+def _by_stream(
+    numbers: Sequence[int | Tensor],
+) -> dict[str, tuple[int | Tensor, int | Tensor]]:
+    """Labels and documents of each stream, from a list of both for one after the other."""
+    return dict(zip(STREAMS, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +142,7 @@ class TokenBatch:
     rewards: Tensor | None = None  # [N] fp32 or float64, NaN = none
     group_ids: tuple[GroupId | None, ...] | None = None  # N
     kept_tokens: KeptTokens | None = None  # of T slots
+    teacher_tokens: KeptTokens | None = None  # of T slots, with log-probabilities
     visible_until: Tensor | None = None  # [T] int64; None where documents share no slot
     paths: tuple[Tensor, ...] | None = None  # N of [n] int64, slots of each document; as above
     draw_weights: Tensor | None = None  # [T] float64; 0 where a label was not drawn
@@ -148,10 +170,11 @@ class TokenBatch:
             pad_to_multiple: the length is padded to a multiple of it.
             sequence_length: the length is padded to it, whatever the documents.
             columns: names out of "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs",
-                "values", "returns", "model_version" that the batch carries, no others, also where
-                no document has a label. Default: those that any document has. Data ranks, whose
-                documents may differ in what they have, must name them, as all ranks compute the
-                same metrics: rewards are then carried too, NaN for documents without one.
+                "values", "returns", "rl_weights", "ce_weights", "distill_weights", "model_version"
+                that the batch carries, no others, also where no document has a label. Default:
+                those that any document has. Data ranks, whose documents may differ in what they
+                have, must name them, as all ranks compute the same metrics: rewards are then
+                carried too, NaN for documents without one.
             share_prefixes: tokens that documents of one `group_id` begin with, up to the one that
                 predicts the first label, stand in the sequence once (docs/data.md). The model
                 must see `visible_until` of the batch. Nothing else changes: losses, metrics and
@@ -192,6 +215,20 @@ class TokenBatch:
         """Slots with a label: tokens to be learned, without the first token of documents."""
         return int(self.document_label_counts.sum())
 
+    def stream_labels(self, stream: str) -> Tensor | None:  # [N]
+        """Labels of each document in a stream; None without weights of it."""
+        weights = self.columns.get(f"{stream}_weights")
+        if weights is None:
+            return None
+        return torch.bincount(self.document_index[weights != 0], minlength=self.num_documents)
+
+    def stream_totals(self, stream: str) -> Tensor:  # [2]
+        """Labels in a stream, and documents with one."""
+        labels = self.stream_labels(stream)
+        if labels is None:
+            return torch.zeros(2, dtype=torch.int64)
+        return torch.stack([labels.sum(), labels.count_nonzero()])
+
     @property
     def num_documents_with_labels(self) -> int:
         """Documents with at least one label."""
@@ -202,6 +239,12 @@ class TokenBatch:
         """Slots with a label and an advantage above 0."""
         advantages = self.columns.get("advantages")
         return 0 if advantages is None else int((advantages > 0).sum())
+
+    @property
+    def entries(self) -> dict[str, KeptTokens]:
+        """The recorded entries that are not None, by the name of their field."""
+        values = ((name, getattr(self, name)) for name in ENTRIES)
+        return {name: value for name, value in values if value is not None}
 
     def padded(self, length: int) -> TokenBatch:
         """The same documents with padding up to `length` slots."""
@@ -215,6 +258,7 @@ class TokenBatch:
             return torch.cat([values, values.new_full((extra, *values.shape[1:]), filler)])
 
         start = self.padded_length - self.num_tokens
+        entries: dict[str, Any] = {n: each.padded(length) for n, each in self.entries.items()}
         visible_until = self.visible_until
         if visible_until is not None:
             ends = torch.arange(self.padded_length, length) + 1
@@ -230,7 +274,7 @@ class TokenBatch:
             positions=torch.cat([self.positions, torch.arange(start, start + extra)]),
             document_index=pad(self.document_index, -1),
             columns={name: pad(column) for name, column in self.columns.items()},
-            kept_tokens=None if self.kept_tokens is None else self.kept_tokens.padded(length),
+            **entries,
             visible_until=visible_until,
             draw_weights=None if self.draw_weights is None else pad(self.draw_weights),
             target_slots=target_slots,
@@ -376,6 +420,7 @@ class TokenBatch:
         """The batch of some slots of the sequence."""
         document_index = self.document_index[slots]
         labels, columns, draw_weights = self._drawn(slots)
+        entries: dict[str, Any] = {name: each[slots] for name, each in self.entries.items()}
         labelled = labels != IGNORE_LABEL
         active_rows = active_document_rows = None
         if "advantages" in columns:
@@ -407,6 +452,7 @@ class TokenBatch:
             num_positive_labels_in_batch=counts.num_positive_labels_in_batch,
             **columns,
             draw_weights=draw_weights,
+            **entries,
             temperature=self._temperature(slots),
             model_version=None if versions is None else self._per_token(versions, -1)[slots],
             rewards=self.rewards,
@@ -415,7 +461,6 @@ class TokenBatch:
             group_label_counts=group_label_counts,
             num_groups=num_groups,
             num_groups_in_batch=counts.num_groups_in_batch,
-            kept_tokens=None if self.kept_tokens is None else self.kept_tokens[slots],
             labelled_rows=RowSet.from_mask(labelled, document_index),
             active_rows=active_rows,
             active_document_rows=active_document_rows,
@@ -423,12 +468,13 @@ class TokenBatch:
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
+            stream_counts=self._stream_counts(slots, counts),
         )
 
     def _drawn(
         self,
         slots: Tensor,  # [T_local]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    ) -> tuple[Tensor, dict[str, Any], Tensor | None]:
         """Labels, columns and weights of some slots; those not drawn are as without a label."""
         labels = self.labels[slots]
         columns = {name: column[slots] for name, column in self.columns.items()}
@@ -438,6 +484,23 @@ class TokenBatch:
         labels = labels.masked_fill(weights == 0, IGNORE_LABEL)
         columns = {name: column.masked_fill(weights == 0, 0) for name, column in columns.items()}
         return labels, columns, weights if self._is_float64 else weights.float()
+
+    def _stream_counts(
+        self,
+        slots: Tensor,  # [T_local]
+        counts: BatchCounts,
+    ) -> dict[str, StreamCounts]:
+        """Those of the streams with weights, for some slots of the sequence."""
+        result = {}
+        for stream, (labels, documents) in counts.streams.items():
+            by_document = self.stream_labels(stream)
+            if by_document is not None:
+                result[stream] = StreamCounts(
+                    label_counts=self._per_token(by_document)[slots].float(),
+                    num_labels_in_batch=labels,
+                    num_documents_in_batch=documents,
+                )
+        return result
 
     @property
     def _is_float64(self) -> bool:

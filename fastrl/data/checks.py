@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from numbers import Integral, Real
 from sys import float_info
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.columns import LOGPROBS, TOKEN_NUMBERS
+from fastrl.data.columns import DOCUMENT_COLUMNS, LOGPROBS, TOKEN_NUMBERS, WEIGHTS
 from fastrl.data.documents import Array, Document, DocumentError
+
+HIGHEST_MASS = 1.05
+"""Probabilities of 16-bit logits may sum to so much."""
 
 _FLOAT64 = (torch.float64, np.dtype(np.float64))
 
@@ -38,7 +41,8 @@ def check_document(number: int, document: Document) -> dict[str, Array]:
         for field in TOKEN_NUMBERS
         if getattr(document, field) is not None
     }
-    kept_lists(number, document, learned)
+    id_lists(number, document, "kept_tokens", learned)
+    teacher_lists(number, document, learned)
     return values
 
 
@@ -115,7 +119,7 @@ def _check_scalars(number: int, document: Document) -> None:
         problem = f"must be 'token' or 'label', got {document.alignment!r}"
         raise DocumentError(number, "alignment", problem)
     if document.logprobs_temperature not in (None, document.temperature):
-        for field in LOGPROBS:
+        for field in (*LOGPROBS, "teacher_logprobs"):
             if getattr(document, field) is not None:
                 problem = (
                     f"must be taken at the temperature {document.temperature} of the document, got "
@@ -152,7 +156,10 @@ def label_values(
     by_token = np.zeros(len(learned), dtype=float_dtype(document))
     if values is None:
         return by_token
-    if field == "advantage" and (_is_real(values) or np.ndim(values) == 0):
+    is_scalar = "number" in DOCUMENT_COLUMNS[field].kinds and (
+        _is_real(values) or np.ndim(values) == 0
+    )
+    if is_scalar:
         if not is_finite(values := _scalar(values)):
             raise DocumentError(number, field, f"must be a finite number, got {values!r}")
         array, first = values, 0
@@ -170,6 +177,9 @@ def label_values(
         position = int(is_usable.argmin())
         got = f"got {by_token[position]} for token {position}"
         raise DocumentError(number, field, f"must be finite fp32 at every label, {got}")
+    if field in WEIGHTS and (by_token < 0).any():
+        problem = f"must be at least 0, got {by_token.min()} for token {int(by_token.argmin())}"
+        raise DocumentError(number, field, problem)
     return by_token
 
 
@@ -179,31 +189,79 @@ def float_dtype(document: Document) -> type[np.floating[Any]]:
     Python numbers (numpy's scalars among them) and sequences of them do not ask for float64.
     """
     given = (getattr(document, field) for field in TOKEN_NUMBERS)
-    arrays = (values.dtype for values in given if isinstance(values, Tensor | np.ndarray))
+    arrays = (values.dtype for values in given if _is_array(values))
     return np.float64 if any(dtype in _FLOAT64 for dtype in arrays) else np.float32
 
 
-def kept_lists(
+def id_lists(
     number: int,
     document: Document,
+    field: str,
     learned: Array,  # [n]
 ) -> list[Array]:
-    """[n] lists of `kept_tokens`, empty where none are given; a label's must have an entry."""
-    if document.kept_tokens is None:
+    """[n] lists of ids of a field, empty where none are given; a label's must have an entry."""
+    values = getattr(document, field)
+    if values is None:
         return [np.zeros(0, np.int64)] * len(document.tokens)
-    given = len(document.kept_tokens)
-    before = _num_before(number, document, "kept_tokens", given, "lists")
-    lists = [np.zeros(0, np.int64)] * before
-    for values in document.kept_tokens:
-        array = as_array(number, "kept_tokens", values)
+    lists = [np.zeros(0, np.int64)] * _num_before(number, document, field, len(values), "lists")
+    for each in values:
+        array = as_array(number, field, each)
         if len(array) and (array.dtype.kind not in "iu" or array.min() < 0):
-            raise DocumentError(number, "kept_tokens", "must hold ids of at least 0 alone")
+            raise DocumentError(number, field, "must hold ids of at least 0 alone")
         lists.append(array.astype(np.int64))
     for position, ids in enumerate(lists):
         if learned[position] and len(ids) == 0:
             problem = f"must hold an id at least for each label, got none for token {position}"
-            raise DocumentError(number, "kept_tokens", problem)
+            raise DocumentError(number, field, problem)
     return lists
+
+
+def teacher_lists(
+    number: int,
+    document: Document,
+    learned: Array,  # [n]
+) -> tuple[list[Array], list[Array]]:
+    """[n] lists of `teacher_ids` and of `teacher_logprobs`, empty where none are given."""
+    given = [document.teacher_ids is not None, document.teacher_logprobs is not None]
+    if any(given) and not all(given):
+        missing, there = ("teacher_ids", "teacher_logprobs")[:: -1 if given[0] else 1]
+        raise DocumentError(number, missing, f"is required beside `{there}`, got none")
+    lists = id_lists(number, document, "teacher_ids", learned)
+    logprobs = [np.zeros(0, np.float32)] * len(lists)
+    if document.teacher_logprobs is None:
+        return lists, logprobs
+    values = document.teacher_logprobs
+    field = "teacher_logprobs"
+    first = _num_before(number, document, field, len(values), "lists")
+    for position, each in enumerate(values, start=first):
+        array = as_array(number, field, each)
+        if len(array) != len(lists[position]):
+            problem = (
+                f"must have one value for each of the {len(lists[position])} `teacher_ids`, got"
+                f" {len(array)} for token {position}"
+            )
+            raise DocumentError(number, field, problem)
+        if learned[position]:
+            _check_teacher(number, position, lists[position], array)
+        dtype = np.float64 if array.dtype == np.float64 and _is_array(each) else np.float32
+        logprobs[position] = array.astype(dtype)
+    return lists, logprobs
+
+
+def _check_teacher(number: int, position: int, ids: Array, logprobs: Array) -> None:
+    """Refuses what is no part of a distribution."""
+    if len(np.unique(ids)) < len(ids):
+        problem = f"must be different ids, got one twice for token {position}"
+        raise DocumentError(number, "teacher_ids", problem)
+    is_number = logprobs.dtype.kind in "fiu" and bool(np.isfinite(logprobs).all())
+    mass = float(np.exp(logprobs, dtype=np.float64).sum()) if is_number else np.nan
+    if not mass <= HIGHEST_MASS:
+        got = f"a sum of {mass:.6g}" if is_number else "another value"
+        problem = (
+            "must be finite log-probabilities, of probabilities that sum to at most 1, got"
+            f" {got} for token {position}; leave out ids without one"
+        )
+        raise DocumentError(number, "teacher_logprobs", problem)
 
 
 def _num_before(number: int, document: Document, field: str, given: int, what: str) -> int:
@@ -242,6 +300,10 @@ def is_finite(value: Any) -> bool:
 def _scalar(value: Any) -> Any:
     """The Python number of a zero-dimensional array or tensor; other values as they are."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+
+def _is_array(values: object) -> TypeGuard[Array | Tensor]:
+    return isinstance(values, Tensor | np.ndarray)
 
 
 def _dtype_name(array: Array) -> str:

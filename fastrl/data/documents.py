@@ -47,8 +47,8 @@ class Document:
     no effect. Fields may be sequences, numpy arrays or tensors. They are checked when a batch is
     made, which can then name the document.
 
-    Log-probabilities, advantages, values and returns are fp32 in a batch. Where one of them is a
-    float64 array or tensor, all of the document's are float64, Python numbers too.
+    Log-probabilities, advantages, values, returns and weights are fp32 in a batch. Where one of
+    them is a float64 array or tensor, all of the document's are float64, Python numbers too.
 
     Attributes:
         tokens: [n] token ids, n >= 1.
@@ -60,6 +60,10 @@ class Document:
         ref_logprobs: under the frozen reference, same lengths.
         rollout_logprobs: as the sampler reported them, same lengths.
         advantage: of the document, or per token (same lengths).
+        rl_weight: at least 0, in the stream `rl` of losses: of the document, or per token (same
+            lengths). A token with weight 0 is not in the stream.
+        ce_weight: likewise in the stream `ce`.
+        distill_weight: likewise in the stream `distill`.
         temperature: that the document was sampled at, and at which all log-probabilities are taken.
         model_version: of the weights that sampled the document.
         reward: of the document; None or NaN is unscored. A batch only carries it for metrics:
@@ -84,6 +88,10 @@ class Document:
         values: of a value head, same lengths: `values[i]` is that of the state in which `tokens[i]`
             was drawn (`fastrl.data.value_advantages`).
         returns: what the value head is to predict there, same lengths.
+        teacher_ids: for each token (same lengths) the most probable ids of a teacher, all different
+            and any number for each; together with `teacher_logprobs`. A label has at least one.
+        teacher_logprobs: the log-probabilities of `teacher_ids` under the teacher, at the
+            document's temperature. What is missing to 1 is that of all other ids together.
     """
 
     tokens: Integers
@@ -106,6 +114,11 @@ class Document:
     sum_squares: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None
+    teacher_ids: Sequence[Integers] | None = None
+    teacher_logprobs: Sequence[Floats] | None = None
+    rl_weight: float | Floats | None = None
+    ce_weight: float | Floats | None = None
+    distill_weight: float | Floats | None = None
 
     @property
     def num_labels(self) -> int:

@@ -20,7 +20,7 @@ def draft_batch(batch: TokenBatch, depth: int) -> TokenBatch:
     Made of the whole packed sequence: slices of it, their counts and row sets are exact, also where
     slot t + depth lies on another rank. A slot of a prompt may have a label. `tokens'` are what a
     module of depth k embeds beside the hidden states of depth k - 1. Columns move with their
-    labels; kept tokens are left out, as draft heads are over the whole vocabulary.
+    labels; recorded entries are left out, as draft heads are over the whole vocabulary.
 
     Args:
         batch: of the head itself.
@@ -52,5 +52,6 @@ def draft_batch(batch: TokenBatch, depth: int) -> TokenBatch:
         columns={name: torch.where(inside, each[slots], 0) for name, each in batch.columns.items()},
         document_label_counts=torch.bincount(labelled, minlength=batch.num_documents),
         kept_tokens=None,
+        teacher_tokens=None,
         target_slots=slots,
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fastrl.data.batch import TokenBatch
 from fastrl.data.columns import BATCH_COLUMNS
+from fastrl.functional.batch import ENTRIES
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.parallel import ParallelGroups
 
@@ -27,7 +28,7 @@ def equal_batches(
     An empty batch has no document and counts nowhere. All batches carry the optional values that
     any batch of any rank does, so that their losses run and their metrics have the same names:
     advantages and log-probabilities of 0 (there is no label that has them), versions of -1, rewards
-    of NaN, no groups, no kept tokens.
+    of NaN, no groups, no recorded entries.
 
     Args:
         batches: of this data rank; may be empty.
@@ -35,8 +36,8 @@ def equal_batches(
         pad_to_multiple: the slots of an empty batch, all padding.
 
     Raises:
-        ValueError: batches with labels carry a column, or kept tokens, on some ranks and not on
-            others; the same on all ranks.
+        ValueError: batches with labels carry a column, or recorded entries, on some ranks and not
+            on others; the same on all ranks.
     """
     most, fields = _agreed(batches, groups)
     empty = TokenBatch.from_documents([], sequence_length=pad_to_multiple)
@@ -44,7 +45,7 @@ def equal_batches(
 
 
 # What all batches with labels have, or none of them.
-_OF_ALL = (*BATCH_COLUMNS, "kept_tokens")
+_OF_ALL = (*BATCH_COLUMNS, *ENTRIES)
 
 
 def _fields(batch: TokenBatch) -> dict[str, bool]:
@@ -54,7 +55,7 @@ def _fields(batch: TokenBatch) -> dict[str, bool]:
         "model_version": batch.model_versions is not None,
         "rewards": batch.rewards is not None,
         "group_ids": batch.group_ids is not None,
-        "kept_tokens": batch.kept_tokens is not None,
+        **{name: name in batch.entries for name in ENTRIES},
     }
 
 
@@ -94,11 +95,13 @@ def _with_fields(batch: TokenBatch, fields: Mapping[str, bool]) -> TokenBatch:
     columns.pop("model_version", None)
     none = torch.zeros(0, dtype=torch.int64)
     no_entries = KeptTokens.from_counts(none, none.new_zeros(num_slots))
+    no_logprobs = replace(no_entries, logprobs=torch.zeros(0))
     missing: dict[str, Any] = {
         "model_versions": torch.full((num_documents,), -1) if fields["model_version"] else None,
         "rewards": torch.full((num_documents,), nan) if fields["rewards"] else None,
         "group_ids": (None,) * num_documents if fields["group_ids"] else None,
         "kept_tokens": no_entries if fields["kept_tokens"] else None,
+        "teacher_tokens": no_logprobs if fields["teacher_tokens"] else None,
     }
     changes = {name: value for name, value in missing.items() if getattr(batch, name) is None}
     return replace(batch, columns=columns | batch.columns, **changes)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.checks import checked_tokens, float_dtype, kept_lists, label_values
+from fastrl.data.checks import checked_tokens, float_dtype, id_lists, label_values, teacher_lists
 from fastrl.data.columns import BATCH_COLUMNS, DOCUMENT_COLUMNS
 from fastrl.data.documents import IGNORE_LABEL, Array, Document, DocumentError
 from fastrl.functional.kept_tokens import KeptTokens
@@ -79,7 +79,7 @@ def shift_documents(
             carries_always=columns is not None,
         ),
         "group_ids": group_ids if has_groups else None,
-        "kept_tokens": _kept_tokens(documents, checked),
+        **_recorded(documents, checked),
     }
 
 
@@ -113,23 +113,74 @@ def _shifted(
     return torch.from_numpy(shifted)
 
 
+def _recorded(
+    documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
+) -> dict[str, KeptTokens | None]:
+    """The recorded entries of a batch, by their fields."""
+    return {
+        "kept_tokens": _kept_tokens(documents, checked),
+        "teacher_tokens": _teacher_tokens(documents, checked),
+    }
+
+
 def _kept_tokens(
     documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
 ) -> KeptTokens | None:
     """`kept_tokens` in label alignment; None where no document has any."""
-    present = [document.kept_tokens is not None for document in documents]
-    if not any(present):
+    if not _have("kept_tokens", documents, checked):
         return None
-    by_slot: list[Array] = []
-    for number, document in enumerate(documents):
-        learned = checked[number][1]
-        if not present[number] and learned.any():
+    lists = [
+        id_lists(number, document, "kept_tokens", checked[number][1])
+        for number, document in enumerate(documents)
+    ]
+    return _entries(lists, None)
+
+
+def _teacher_tokens(
+    documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
+) -> KeptTokens | None:
+    """`teacher_ids` with their log-probabilities likewise."""
+    given = ((document.teacher_ids, document.teacher_logprobs) for document in documents)
+    if all(ids is None and logprobs is None for ids, logprobs in given):
+        return None
+    pairs = [
+        teacher_lists(number, document, checked[number][1])
+        for number, document in enumerate(documents)
+    ]
+    _have("teacher_ids", documents, checked)
+    return _entries([ids for ids, _ in pairs], [logprobs for _, logprobs in pairs])
+
+
+def _have(
+    field: str, documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
+) -> bool:
+    """Whether the documents have the field; refuses a labelled one that alone lacks it."""
+    present = [getattr(document, field) is not None for document in documents]
+    if not any(present):
+        return False
+    for number, is_present in enumerate(present):
+        if not is_present and checked[number][1].any():
             reason = f"is required, as document {present.index(True)} has it, got none"
-            raise DocumentError(number, "kept_tokens", reason)
-        by_slot += [*kept_lists(number, document, learned)[1:], np.zeros(0, np.int64)]
-    counts = np.array([len(ids) for ids in by_slot], dtype=np.int64)
-    ids = torch.from_numpy(_joined(by_slot, np.int64))
-    return KeptTokens.from_counts(ids, torch.from_numpy(counts))
+            raise DocumentError(number, field, reason)
+    return True
+
+
+def _entries(
+    ids: Sequence[Sequence[Array]], logprobs: Sequence[Sequence[Array]] | None
+) -> KeptTokens:
+    """The lists of each document's tokens, those of token i + 1 in slot i."""
+    by_slot = _lists_shifted(ids, np.int64)
+    counts = np.array([len(each) for each in by_slot], dtype=np.int64)
+    values = None if logprobs is None else _joined(_lists_shifted(logprobs, np.float32), np.float32)
+    return KeptTokens.from_counts(
+        torch.from_numpy(_joined(by_slot, np.int64)),
+        torch.from_numpy(counts),
+        None if values is None else torch.from_numpy(values),
+    )
+
+
+def _lists_shifted(lists: Sequence[Sequence[Array]], dtype: type) -> list[Array]:
+    return [each for of_one in lists for each in (*of_one[1:], np.zeros(0, dtype))]
 
 
 def _carried_columns(

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.columns import BATCH_COLUMNS, LOGPROBS
+from fastrl.data.columns import BATCH_COLUMNS, LOGPROBS, WEIGHTS
 from fastrl.data.documents import Array, Document
 
 Padded: TypeAlias = Tensor | Array
 
-_BY_TOKEN = (*LOGPROBS, "advantage", "values", "returns")
+_BY_TOKEN = (*LOGPROBS, "advantage", "values", "returns", *WEIGHTS)
 _BY_ROW = (
-    *("advantage", "temperature", "reward", "group_id", "model_version"),
+    *("advantage", *WEIGHTS, "temperature", "reward", "group_id", "model_version"),
     "logprobs_temperature",
 )
 
@@ -52,10 +52,10 @@ def documents_from_padded(
             `labels != -100`; 0 where `attention_mask` is. Tokens in front of its columns are not
             learned. The first token of a document never is.
         fields: of `Document`, by name. `logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantage`,
-            `values` and `returns`: [B, L], [B, L - 1], or as many columns as `loss_mask`, any value
-            where no token is learned. `advantage`, `temperature`, `reward`, `group_id`,
-            `model_version` and `logprobs_temperature`: [B], or one value for all rows. None is as
-            not given.
+            `values`, `returns` and weights of streams: [B, L], [B, L - 1], or as many columns as
+            `loss_mask`, any value where no token is learned. `advantage`, weights, `temperature`,
+            `reward`, `group_id`, `model_version` and `logprobs_temperature`: [B], or one value for
+            all rows. None is as not given.
 
     Returns:
         At most B documents with `loss_mask` in token alignment. float64 stays float64.

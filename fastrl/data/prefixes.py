@@ -24,6 +24,7 @@ import torch
 from fastrl.data.checks import unlabelled_prefix
 from fastrl.data.documents import IGNORE_LABEL, Array, Document
 from fastrl.data.prompt_groups import group_numbers
+from fastrl.functional.batch import ENTRIES
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def with_shared_prefixes(fields: Mapping[str, Any]) -> dict[str, Any]:
             [np.arange(bounds[run.number] + run.num_shared, bounds[run.number + 1]) for run in runs]
         )
     )
-    names = ("tokens", "labels", "positions", "document_index", "kept_tokens")
+    names = ("tokens", "labels", "positions", "document_index", *ENTRIES)
     vectors = {name: fields[name] for name in names if fields[name] is not None}
     visible_until, paths = _tree(runs)
     return {

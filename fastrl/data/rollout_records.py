@@ -52,6 +52,7 @@ _EXPECTED = {
     "logprobs": "a list of numbers, null at tokens that are not learned",
     "lists": "a list of lists of integers",
     "mapping": "a finite number for each of several names",
+    "logprob_lists": "a list of lists of numbers",
 }
 _LIST_ITEMS: dict[str, set[type]] = {
     "integers": {int},
@@ -59,6 +60,7 @@ _LIST_ITEMS: dict[str, set[type]] = {
     "numbers": {int, float},
     "logprobs": {int, float, type(None)},
 }
+_ITEMS_OF_LISTS = {"lists": "integers", "logprob_lists": "numbers"}
 
 
 class FieldError(ValueError):
@@ -191,8 +193,9 @@ def _plain(number: int, name: str, value: Any) -> Any:
         return value
     if kinds == ["mapping"]:
         return {key: float(each) for key, each in value.items()}
-    if kinds == ["lists"]:
-        return [as_array(number, name, ids).astype(np.int64).tolist() for ids in value]
+    if kinds[0] in _ITEMS_OF_LISTS:
+        dtype = np.int64 if kinds == ["lists"] else np.float64
+        return [as_array(number, name, each).astype(dtype).tolist() for each in value]
     if kinds[0] in ("integer", "number") and (kinds[-1] != "numbers" or np.ndim(value) == 0):
         return int(value) if kinds[0] == "integer" else float(value)
     array = as_array(number, name, value)
@@ -244,8 +247,9 @@ def _check_kind(name: str, value: Any, kinds: Sequence[str]) -> None:
 def _is_of_kind(value: Any, kind: str) -> bool:
     if kind in _LIST_ITEMS:
         return isinstance(value, list) and set(map(type, value)) <= _LIST_ITEMS[kind]
-    if kind == "lists":
-        return isinstance(value, list) and all(_is_of_kind(item, "integers") for item in value)
+    if kind in _ITEMS_OF_LISTS:
+        item_kind = _ITEMS_OF_LISTS[kind]
+        return isinstance(value, list) and all(_is_of_kind(item, item_kind) for item in value)
     if kind == "number":
         return type(value) in (int, float) and is_finite(value)
     if kind == "mapping":
@@ -309,7 +313,7 @@ def _document_fields(
         fields["prompt_length"] = len(prompt)
     for name in PER_TOKEN:
         if isinstance(fields.get(name), list):
-            filler: Any = [] if DOCUMENT_COLUMNS[name].kind == "lists" else 0.0
+            filler: Any = [] if DOCUMENT_COLUMNS[name].kind in _ITEMS_OF_LISTS else 0.0
             fields[name] = [filler] * lead + _of_completion(values, columns[name])
     return fields
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastrl.config.base import UserError
-from fastrl.data.columns import ALIASES, DOCUMENT_COLUMNS, REQUIRABLE
+from fastrl.data.columns import ALIASES, DOCUMENT_COLUMNS, ENTRY_FIELDS, REQUIRABLE
 from fastrl.data.documents import Document, DocumentError, Integers
 from fastrl.data.prompt_groups import GroupId
 from fastrl.data.rollout_records import BareConstant, FieldError, RecordReader, record_of
@@ -25,6 +25,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Of the names of rollout files."""
 
 _IDS = ("group_id", "rollout_id")
+_NUMBER_OR_NUMBERS = [
+    name for name, each in DOCUMENT_COLUMNS.items() if each.kinds == ["number", "numbers"]
+]
 _ROWS_AT_A_TIME = 512
 
 
@@ -127,7 +130,7 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
         named: documents of one or several files, and the place of each for the message.
     """
     labelled = [(where, document) for where, document in named if document.has_labels]
-    for field in (*REQUIRABLE, "kept_tokens"):
+    for field in (*REQUIRABLE, *ENTRY_FIELDS):
         if field == "advantage":
             continue
         lacks = [where for where, document in labelled if getattr(document, field) is None]
@@ -139,14 +142,25 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
             )
 
 
-def check_any_learned(paths: Iterable[str], documents: Iterable[Document]) -> None:
-    """Refuses files of which no document has a label and an advantage or what gives one."""
-    if any(doc.has_labels and (doc.advantage is not None or doc.is_scored) for doc in documents):
+def check_any_learned(
+    paths: Iterable[str], documents: Iterable[Document], *, needs_advantages: bool = True
+) -> None:
+    """Refuses files of which no document has a label, and an advantage or what gives one.
+
+    Args:
+        paths: of the files, for the message.
+        documents: of all of them.
+        needs_advantages: whether any loss reads advantages.
+    """
+    labelled = [document for document in documents if document.has_labels]
+    if labelled and not needs_advantages:
         return
+    if any(document.advantage is not None or document.is_scored for document in labelled):
+        return
+    advantage = " and an `advantage` or a `reward` that is not null" if needs_advantages else ""
     raise UserError(
         f"{', '.join(paths)}: at least one document must have a label (a completion token to be "
-        "learned) and an `advantage` or a `reward` that is not null, got none; nothing would be "
-        "trained"
+        f"learned){advantage}, got none; nothing would be trained"
     )
 
 
@@ -268,8 +282,9 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
             for number, row in enumerate(rows, start=count):
                 if "rewards" in row:
                     row["rewards"] = list(row["rewards"].items())
-                if isinstance(row.get("advantage"), list):
-                    row[ALIASES["advantage"]] = row.pop("advantage")
+                for name in _NUMBER_OR_NUMBERS:
+                    if isinstance(row.get(name), list):
+                        row[ALIASES[name]] = row.pop(name)
                 for name, id_type in id_types.items():
                     if not isinstance(row.get(name), id_type | None):
                         problem = f"must be of one type in a Parquet file, got {row[name]!r}"
@@ -292,11 +307,12 @@ def _schema(pyarrow: Any, id_types: Mapping[str, type]) -> Any:
         "logprobs": floats,
         "lists": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
         "mapping": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+        "logprob_lists": pyarrow.list_(floats),
     }
     schema = {}
     for name, column in DOCUMENT_COLUMNS.items():
         schema[name] = types[column.kinds[0]]
-        if column.kinds == ["number", "numbers"]:
+        if name in _NUMBER_OR_NUMBERS:
             schema[ALIASES[name]] = floats
     for name, id_type in id_types.items():
         schema[name] = types["integer" if id_type is int else "text"]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.config.loss_options import Stream
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.row_checks import check_row_sets
+from fastrl.functional.streams import StreamCounts
 from fastrl.functional.transfer import send
 
 
@@ -105,6 +107,10 @@ class BatchKwargs:
         returns: [T] fp32, what the value head is to predict.
         draw_weights: [T] fp32, factor on what a token adds to losses and means, where its label
             was drawn at random from more (`with_sampled_tokens`); 0 without label. None is 1.
+        rl_weights: [T] fp32 at least 0, in the stream `rl`; 0 where a label is not in it, and at
+            slots without label, as in the two that follow.
+        ce_weights: [T] fp32, in the stream `ce`.
+        distill_weights: [T] fp32, in the stream `distill`.
         temperature: one number (or tensor []) if all documents share it, else [T] fp32, 1 at
             padding.
         model_version: [T] int64, -1 where there is none (padding, documents without label).
@@ -119,6 +125,8 @@ class BatchKwargs:
         kept_tokens: the entries that the sampler drew each label from, for
             `KeepSetConfig.recorded`. Given as [T, K] int64, padded with -1, they become
             `KeptTokens`.
+        teacher_tokens: a teacher's most probable entries at each label with their
+            log-probabilities, for `DistillationLossConfig.recorded`.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
@@ -138,6 +146,9 @@ class BatchKwargs:
         target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
             must predict, among the hidden states of all sequence-data ranks, rank after rank; any
             without label.
+
+        stream_counts: counts of the streams that there are weights of, by their names.
+        stream: that this batch is of (`of_stream`); None: of all labels.
 
     Row sets may be None (batches made by hand): consumers then derive the rows from `labels`.
     """
@@ -160,6 +171,9 @@ class BatchKwargs:
     values: Tensor | None = field(default=None, metadata=_float("values"))  # [T]
     returns: Tensor | None = field(default=None, metadata=_float("returns"))  # [T]
     draw_weights: Tensor | None = field(default=None, metadata=_float())  # [T]
+    rl_weights: Tensor | None = field(default=None, metadata=_float("rl_weight"))  # [T]
+    ce_weights: Tensor | None = field(default=None, metadata=_float("ce_weight"))  # [T]
+    distill_weights: Tensor | None = field(default=None, metadata=_float("distill_weight"))  # [T]
     temperature: float | Tensor = field(
         default=1.0, metadata=_float("temperature")
     )  # scalar or [T]
@@ -171,6 +185,7 @@ class BatchKwargs:
     num_groups: int = 0
     num_groups_in_batch: int | Tensor = 0
     kept_tokens: KeptTokens | Tensor | None = None
+    teacher_tokens: KeptTokens | None = None
     labelled_rows: RowSet | None = None
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None
@@ -179,6 +194,8 @@ class BatchKwargs:
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
+    stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
         """Refuses vectors that do not belong together, which would otherwise broadcast."""
@@ -195,24 +212,28 @@ class BatchKwargs:
                 )
             if value.dtype != torch.int64 if dtype == "int64" else not value.is_floating_point():
                 raise ValueError(f"`{name}` must be {dtype}, got {value.dtype}")
-        if self.kept_tokens is not None:
-            object.__setattr__(self, "kept_tokens", self._checked_kept(self.kept_tokens))
-
-    def _checked_kept(self, kept: KeptTokens | Tensor) -> KeptTokens:
-        """Kept tokens of this batch's slots."""
-        if isinstance(kept, Tensor):
+        if isinstance(self.kept_tokens, Tensor):
+            kept = self.kept_tokens
             if kept.ndim != 2 or kept.dtype != torch.int64:
                 raise ValueError(
                     "`kept_tokens` must be KeptTokens, or int64 of shape [T, K] padded with -1,"
                     f" got {kept.dtype} {list(kept.shape)}"
                 )
-            kept = KeptTokens.from_padded(kept)
-        if kept.num_slots != len(self.labels):
-            raise ValueError(
-                f"`kept_tokens` must be of {len(self.labels)} slots, one a label, got "
-                f"{kept.num_slots}"
-            )
-        return kept
+            object.__setattr__(self, "kept_tokens", KeptTokens.from_padded(kept))
+        for name, entries in self.entries.items():
+            if entries.num_slots != len(self.labels):
+                raise ValueError(
+                    f"`{name}` must be of {len(self.labels)} slots, one a label, got "
+                    f"{entries.num_slots}"
+                )
+        if self.teacher_tokens is not None and self.teacher_tokens.logprobs is None:
+            raise ValueError("`teacher_tokens` must have `logprobs` of its entries, got None")
+
+    @property
+    def entries(self) -> dict[str, KeptTokens]:
+        """The recorded entries that are not None, by the name of their field."""
+        values = ((name, getattr(self, name)) for name in ENTRIES)
+        return {name: value for name, value in values if value is not None}
 
     @property
     def rows_with_labels(self) -> RowSet:
@@ -236,14 +257,13 @@ class BatchKwargs:
 
         Tensors on a GPU stay there: counts that were summed over data ranks.
         """
-        values = (getattr(self, each.name) for each in fields(self))
-        tensors: list[Any] = []
-        for value in values:
-            if isinstance(value, KeptTokens):
-                tensors += [value.ids, value.slots]  # as `_map` goes through them
-            else:
-                tensors.append(value.index if isinstance(value, RowSet) else value)
-        on_host = [each for each in tensors if isinstance(each, Tensor) and each.is_cpu]
+        on_host: list[Tensor] = []
+
+        def collect(value: Tensor) -> Tensor:
+            on_host.extend([value] if value.is_cpu else [])
+            return value
+
+        self._map(collect)
         sent = iter(send(on_host, device, pin_memory=pin_memory))
         return self._map(lambda value: next(sent) if value.is_cpu else value)  # in this order
 
@@ -286,8 +306,8 @@ class BatchKwargs:
             for name, value in vectors.items()
             if isinstance(value, Tensor) and value.ndim == 1
         }
-        if self.kept_tokens is not None:
-            gathered["kept_tokens"] = self.kept_tokens[index]
+        gathered |= {name: entries[index] for name, entries in self.entries.items()}
+        gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
         dropped = (*_ROW_SETS, "visible_until")
         return replace(self, **gathered | dict.fromkeys(dropped))
 
@@ -305,8 +325,10 @@ class BatchKwargs:
         return replace(self.select(slice(start, stop)), **sets)
 
     def _map(self, function: Any) -> BatchKwargs:
-        """The batch with `function` applied to every tensor, including row sets."""
-        changes: dict[str, Any] = {}
+        """The batch with `function` applied to every tensor, including row sets, in one order."""
+        changes: dict[str, Any] = {
+            "stream_counts": {name: each.map(function) for name, each in self.stream_counts.items()}
+        }
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, Tensor):
@@ -317,6 +339,9 @@ class BatchKwargs:
                 changes[each.name] = value.map(function)
         return replace(self, **changes)
 
+
+ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "teacher_logprobs")}
+"""Recorded entries of a batch, and the fields of `Document` that they are of."""
 
 _ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows")
 

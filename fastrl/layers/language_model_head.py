@@ -16,7 +16,6 @@ from fastrl.config.losses import (
     DEFAULT_INITIALIZER_RANGE,
     AnyLossConfig,
     DistillationLossConfig,
-    KeepSetConfig,
     LanguageModelHeadConfig,
 )
 from fastrl.functional.batch import BatchKwargs
@@ -26,12 +25,13 @@ from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
+from fastrl.functional.head.recorded_teacher import recorded_divergence
 from fastrl.functional.head.replay import replay_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
-from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.functional.streams import of_stream
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
     HeadPlan,
@@ -45,6 +45,7 @@ from fastrl.layers.losses import (
     LanguageModelPolicyGradientLoss,
     build_loss,
 )
+from fastrl.layers.recorded_entries import is_recorded, with_recorded
 from fastrl.parallel import (
     ParallelGroups,
     gather_first_dim,
@@ -266,8 +267,8 @@ class LanguageModelHead(nn.Module):
             return_logprobs: whether `logprobs` and `entropy` are part of the output beside a loss.
             statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to add to the output; they
                 take a separate pass.
-            teacher: required by losses of type `distillation`; sharded like `hidden_states` and the
-                weight.
+            teacher: required by losses of type `distillation` that are not `recorded`; sharded like
+                `hidden_states` and the weight.
 
         Raises:
             ValueError: the batch lacks what a loss needs, a shape does not fit, `single_pass` is
@@ -279,7 +280,7 @@ class LanguageModelHead(nn.Module):
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
         self._check_teacher(teacher, losses)
-        facts, batch = _facts(operands), _with_recorded(self.config.keep, batch)
+        facts, batch = _facts(operands), with_recorded(self.config.keep, losses, batch)
         plans = plan_head(self.config, self.groups, batch, losses, facts, return_logprobs)
         results = [self._run(plan, operands, teacher) for plan in plans.losses]
         read: TokenStatistics | None = None
@@ -336,7 +337,7 @@ class LanguageModelHead(nn.Module):
         return HeadOperands(hidden_states, self.local_weight, self.local_bias, dtype=compute_dtype)
 
     def _run(self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher | None) -> _PassResult:
-        if teacher is not None and any("divergence" in loss.needs for loss in plan.losses.values()):
+        if any("divergence" in loss.needs for loss in plan.losses.values()):
             statistics = self._divergence(plan, operands, teacher)
         elif plan.chunk_ends is not None and _needs_gradient(operands):
             return self._run_single_pass(plan, plan.chunk_ends, operands)
@@ -345,11 +346,12 @@ class LanguageModelHead(nn.Module):
         terms: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         for name, loss in plan.losses.items():
+            batch = of_stream(plan.batch, loss.config.stream)
             if self.config.metrics:
-                value, of_loss = loss.with_metrics(statistics, plan.batch)
+                value, of_loss = loss.with_metrics(statistics, batch)
                 metrics |= _named(name, of_loss)
             else:
-                value = loss(statistics, plan.batch)
+                value = loss(statistics, batch)
             terms.append(loss.config.weight * value)
         return _PassResult(torch.stack(terms).sum(), metrics, statistics.map(Tensor.detach))
 
@@ -360,7 +362,10 @@ class LanguageModelHead(nn.Module):
 
         def chunk_loss(statistics: TokenStatistics, start: int, stop: int) -> Tensor:
             chunk = compact.select(slice(start, stop))
-            terms = [loss.config.weight * loss(statistics, chunk) for loss in losses.values()]
+            terms = [
+                loss.config.weight * loss(statistics, of_stream(chunk, loss.config.stream))
+                for loss in losses.values()
+            ]
             return torch.stack(terms).sum()
 
         value, statistics = single_pass(
@@ -372,7 +377,8 @@ class LanguageModelHead(nn.Module):
         metrics: dict[str, Tensor] = {}
         if self.config.metrics:
             for name, loss in losses.items():
-                metrics |= _named(name, loss.metrics(statistics, plan.batch))
+                own = of_stream(plan.batch, loss.config.stream)
+                metrics |= _named(name, loss.metrics(statistics, own))
         return _PassResult(value, metrics, statistics)
 
     def _statistics(self, plan: HeadPlan, operands: HeadOperands) -> TokenStatistics:
@@ -383,8 +389,8 @@ class LanguageModelHead(nn.Module):
         if keep is None:
             statistics = recompute_logprobs(call, rows)
         elif keep.recorded:
-            assert isinstance(plan.batch.kept_tokens, KeptTokens)
-            statistics = replay_logprobs(call, plan.batch.kept_tokens, gradient_rows=rows)
+            kept = plan.batch.entries["kept_tokens"]
+            statistics = replay_logprobs(call, kept, gradient_rows=rows)
         else:
             searched = KeepSet(keep.top_k, keep.top_p, keep.min_p)
             statistics = masked_logprobs(call, searched, gradient_rows=rows)
@@ -393,13 +399,19 @@ class LanguageModelHead(nn.Module):
         return replace(statistics, **extra_statistics(call, plan.statistics, gradient_rows=rows))
 
     def _divergence(
-        self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher
+        self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher | None
     ) -> TokenStatistics:
         """The divergence from the teacher, and no other statistic."""
         (loss,) = plan.losses.values()
-        assert isinstance(loss.config, DistillationLossConfig)
-        call = self._call(plan, operands)
-        value = teacher_divergence(call, teacher, loss.config.divergence, loss.config.beta)
+        config, call = loss.config, self._call(plan, operands)
+        assert isinstance(config, DistillationLossConfig)
+        if config.recorded:
+            recorded = plan.batch.teacher_tokens
+            assert recorded is not None
+            value = recorded_divergence(call, recorded, config.divergence, config.beta)
+        else:
+            assert teacher is not None
+            value = teacher_divergence(call, teacher, config.divergence, config.beta)
         none = torch.zeros_like(value)
         return TokenStatistics(none, None, none, divergence=value)
 
@@ -439,13 +451,17 @@ class LanguageModelHead(nn.Module):
         self, teacher: Teacher | None, losses: Mapping[str, LanguageModelLoss[Any]]
     ) -> None:
         """Refuses a missing teacher, and one that none of the call's losses uses."""
-        names = [name for name, loss in losses.items() if "divergence" in loss.needs]
+        names = [
+            name
+            for name, loss in losses.items()
+            if "divergence" in loss.needs and not is_recorded(loss)
+        ]
         if names and teacher is None:
             raise ValueError(f"`teacher` must be given for the losses {names}, got None.")
         if teacher is not None and not names:
             raise ValueError(
-                "`teacher` must not be given without a loss of type `distillation` in training"
-                f" mode: it has no effect, the losses are {list(self.losses)}."
+                "`teacher` must not be given without a loss of type `distillation`, not `recorded`,"
+                f" in training mode: it has no effect, the losses are {list(self.losses)}."
             )
 
 
@@ -464,32 +480,3 @@ def _facts(operands: HeadOperands) -> OperandFacts:
 def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The metrics of the loss `name`."""
     return {f"{name}/{metric}": value for metric, value in metrics.items()}
-
-
-def _with_recorded(config: KeepSetConfig | None, batch: BatchKwargs) -> BatchKwargs:
-    """The batch with an entry at every label, where the config takes recorded ones.
-
-    A batch without labels needs none: its data rank runs the head beside the others.
-
-    Raises:
-        ValueError: no record, or one without an entry of a label; on a GPU an asynchronous
-            assertion.
-    """
-    if config is None or not config.recorded:
-        return batch
-    message = "`kept_tokens` must be in the batch with `keep.recorded`"
-    if batch.kept_tokens is None:
-        if len(batch.rows_with_labels):
-            raise ValueError(f"{message}, got None; give each Document `kept_tokens`.")
-        none = batch.labels[:0]
-        kept = KeptTokens(ids=none, slots=none, num_slots=batch.num_tokens)
-        return batch.replace(kept_tokens=kept)
-    assert isinstance(batch.kept_tokens, KeptTokens)
-    has_record = (batch.labels == -100) | batch.kept_tokens.has_entry()
-    message = f"{message} for every label"
-    if has_record.is_cuda:
-        torch._assert_async(has_record.all(), message)
-    elif not bool(has_record.all()):
-        slot = int((~has_record).nonzero()[0])
-        raise ValueError(f"{message}, got none for slot {slot}.")
-    return batch

@@ -14,6 +14,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.checks import FLOAT_DTYPES, check_tensor
 from fastrl.functional.linear_values import linear_values
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.functional.streams import of_stream
 from fastrl.layers.head_plan import head_splits_tokens, own_tokens
 from fastrl.layers.losses.value import ValueLoss
 from fastrl.parallel import ParallelGroups, gather_first_dim, group_rank, group_size
@@ -111,7 +112,8 @@ class ValueHead(nn.Module):
         if self.training if compute_loss is None else compute_loss:
             none = torch.zeros_like(values.detach())
             statistics = TokenStatistics(none, None, none, values=values)
-            value, of_loss = self.loss.with_metrics(statistics, own_tokens(batch, self.groups))
+            own = of_stream(own_tokens(batch, self.groups), self.config.stream)
+            value, of_loss = self.loss.with_metrics(statistics, own)
             loss = self.config.weight * value
             metrics = {f"value/{name}": each for name, each in of_loss.items()}
         values = values.detach()

@@ -22,6 +22,7 @@ from tests.helpers.loss_cases import (
     LossCase,
     policy_documents,
     widen,
+    with_weights,
 )
 from tests.helpers.loss_heads import (
     capped_head,
@@ -66,7 +67,9 @@ def whole_batch(case: LossCase) -> tuple[BatchKwargs, Tensor]:
 def run(
     head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs, teacher: Teacher | None
 ) -> Result:
-    with_teacher = any("divergence" in loss.needs for loss in head.losses.values())
+    with_teacher = any(
+        "divergence" in loss.needs and not loss.config.recorded for loss in head.losses.values()
+    )
     hidden = hidden.clone().requires_grad_()
     output = head(hidden, batch, teacher=teacher if with_teacher else None)
     (0.7 * output.loss).backward()
@@ -143,7 +146,7 @@ def run_case(case: LossCase, layout: Ranks) -> Result:
 def run_both_policies(layout: Ranks) -> None:
     """On each rank: a pass that is its own old policy equals one after a pass of its own."""
     groups = layout.groups()
-    documents = policy_documents()
+    documents = with_weights(policy_documents())
     packed = TokenBatch.from_documents(documents, pad_to_multiple=PAD_TO_MULTIPLE)
     whole = widen(packed.to_kwargs()[0])
     (batch,) = packed.to_kwargs(groups, layout=layout.layout)
@@ -245,7 +248,10 @@ def run_data_case(case: LossCase) -> Result:
     groups = layout.groups()
     whole, hidden = whole_batch(case)
     documents, slots = dealt(case, group_rank(groups.dp))
-    columns = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "model_version")
+    columns = (
+        *("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "model_version"),
+        *case.columns,
+    )
     batch = TokenBatch.from_documents(documents, columns=columns)
     kwargs = widen(batch.to_kwargs(groups)[0])
     kwargs = kwargs.replace(**{name: getattr(whole, name)[slots] for name in columns})

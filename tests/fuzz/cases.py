@@ -25,6 +25,8 @@ VERSION = 9
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LOSS: TypeAdapter[Any] = TypeAdapter(AnyLossConfig)
 
+WEIGHTS = ("rl_weights", "ce_weights", "distill_weights")
+
 
 @dataclass(frozen=True)
 class Text:
@@ -39,6 +41,8 @@ class Text:
     ref: list[float]
     rollout: list[float]
     kept: list[list[int]]
+    weights: dict[str, list[float]]  # of each of `WEIGHTS`
+    teacher: list[tuple[list[int], list[float]]]  # ids and their log-probabilities
     temperature: float
     version: int
     reward: float  # NaN: none
@@ -91,6 +95,10 @@ class FuzzCase:
         """The losses, validated."""
         return {name: _LOSS.validate_python(loss) for name, loss in self.losses.items()}
 
+    def has(self, option: str) -> bool:
+        """Whether any loss has the option."""
+        return any(loss.get(option) for loss in self.losses.values())
+
     def teacher(self, hidden_states: Tensor, rows: slice) -> Teacher | None:
         """The teacher of some tokens and rows of the vocabulary; None without."""
         if self.teacher_weight is None:
@@ -131,7 +139,9 @@ def draw_case(seed: int) -> FuzzCase:
     spread = random.choice((0.3, 1.0, 1.0, 4.0))
     weight = normal(vocab_size + padding, width, scale=spread / math.sqrt(width))
     bias = normal(vocab_size + padding) if has_bias else None
-    has_teacher = any(loss["type"] == "distillation" for loss in losses.values())
+    has_teacher = any(
+        loss["type"] == "distillation" and not loss.get("recorded") for loss in losses.values()
+    )
     possible = list(range(vocab_size))
     if bias is not None and random.random() < 0.2 and _allows_impossible(head, losses):
         possible = [v for v in possible if v % 5 != 4]
@@ -257,6 +267,8 @@ def _draw_text(
     if sign is not None:  # both of a pair have a label
         prompt, is_label[-1] = min(prompt, length - 1), True
     hidden = normal(length, case.weight.shape[1])
+    weights = {name: random.choices((0.0, 0.5, 1.0, 2.0), k=length) for name in WEIGHTS}
+    teacher = [_entries(case, random) for _ in tokens]
     most = min(6, len(case.possible))
     # A label has an entry at least.
     kept = [random.sample(case.possible, random.randint(labelled, most)) for labelled in is_label]
@@ -285,9 +297,20 @@ def _draw_text(
         tokens=tokens, is_label=is_label, hidden=hidden, teacher_hidden=normal(length, 5),
         advantages=advantages, old=old, ref=numbers(near, 0.4), rollout=numbers(old, noise[1]),
         kept=kept, temperature=temperature, version=VERSION - random.randint(0, 5),
-        reward=reward, group=group, document=Document([0], prompt_length=0),
+        reward=reward, group=group, weights=weights, teacher=teacher,
+        document=Document([0], prompt_length=0),
     )  # fmt: skip
     return replace(text, document=_as_document(text, case, random, None if has_mask else prompt))
+
+
+def _entries(case: FuzzCase, random: Random) -> tuple[list[int], list[float]]:
+    """Some ids of a teacher, at least one, and their log-probabilities; sometimes all of them."""
+    size = random.choice((1, 2, min(6, case.vocab_size), case.vocab_size))
+    ids = random.sample(range(case.vocab_size), min(size, case.vocab_size))
+    draws = [math.exp(random.gauss(0, 1)) for _ in ids]
+    rest = 0.0 if len(ids) == case.vocab_size else random.choice((1e-9, 0.1, 1.0, 10.0))
+    total = sum(draws) + rest
+    return ids, [float(np.float32(math.log(draw / total))) for draw in draws]
 
 
 def _own_logprobs(
@@ -315,6 +338,12 @@ def _as_document(text: Text, case: FuzzCase, random: Random, prompt: int | None)
     per_token = len(set(text.advantages)) > 1 or random.random() < 0.2
     advantage: Any = column(text.advantages) if per_token else text.advantages[0]
     recorded = case.head.get("keep", {}).get("recorded")
+    teacher = text.teacher[start:] if case.has("recorded") else None
+    weights = {
+        name.removesuffix("s"): column(values)
+        for name, values in text.weights.items()
+        if case.has("stream")
+    }
     return Document(
         tokens=np.asarray(text.tokens) if random.random() < 0.3 else text.tokens,
         prompt_length=prompt,
@@ -329,6 +358,9 @@ def _as_document(text: Text, case: FuzzCase, random: Random, prompt: int | None)
         group_id=f"group {text.group}",
         alignment="label" if layout == "label" else "token",
         kept_tokens=text.kept[start:] if recorded else None,
+        teacher_ids=None if teacher is None else [ids for ids, _ in teacher],
+        teacher_logprobs=None if teacher is None else [values for _, values in teacher],
+        **weights,
     )
 
 

@@ -16,10 +16,10 @@ from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
 from fastrl.functional.reference.losses import Tokens
-from tests.fuzz.cases import VERSION, FuzzCase
+from tests.fuzz.cases import VERSION, WEIGHTS, FuzzCase
 from tests.fuzz.metrics import metrics_of
 
-FLOATS = ("advantages", "old", "ref", "rollout", "temperature")
+FLOATS = ("advantages", "old", "ref", "rollout", "temperature", *WEIGHTS)
 
 
 @dataclass
@@ -80,8 +80,10 @@ def definition(
             vector.retain_grad()
         pieces += used
         options = config.model_dump()
+        if config.stream is not None:
+            tokens = reference_losses.of_stream(tokens, config.stream)
         value = products.sum() * 0  # of no label, where means are 0 / 0
-        if bool((columns["labels"] != -100).any()):
+        if bool((tokens.labels != -100).any()):
             value = reference_losses.LOSSES[config.type](tokens, options)
         total = total + config.weight * value
         if case.head["metrics"]:
@@ -148,7 +150,11 @@ def _columns(case: FuzzCase) -> dict[str, Any]:
         for name in ("advantages", "old", "ref", "rollout"):
             values = getattr(text, name)
             put(name, [v if m else 0.0 for v, m in zip(values, text.is_label, strict=True)], 0.0)
+        for name in WEIGHTS:
+            values = text.weights[name]
+            put(name, [v if m else 0.0 for v, m in zip(values, text.is_label, strict=True)], 0.0)
         put("kept", text.kept, [])
+        put("teacher", text.teacher, None)
         rows.setdefault("document_index", []).extend([number] * length)
         rows.setdefault("group_index", []).extend([text.group] * length)
         rows.setdefault("model_version", []).extend([text.version] * length)
@@ -156,10 +162,10 @@ def _columns(case: FuzzCase) -> dict[str, Any]:
     made: dict[str, Any] = {
         name: torch.tensor(values, dtype=torch.float64 if name in FLOATS else torch.int64)
         for name, values in rows.items()
-        if name != "kept"
+        if name not in ("kept", "teacher")
     }
     rewards = [text.reward for text in case.texts]
-    return made | {"kept": rows["kept"], "rewards": rewards}
+    return made | {"kept": rows["kept"], "teacher": rows["teacher"], "rewards": rewards}
 
 
 def _tokens(
@@ -189,6 +195,7 @@ def _tokens(
         group_index=columns["group_index"],
         model_version=columns["model_version"],
         current_version=VERSION,
+        **{name: columns[name] for name in WEIGHTS},
     )
     return tokens, [vector for vector in used if vector.requires_grad]
 
@@ -237,6 +244,16 @@ def _divergence(
     case: FuzzCase, products: Tensor, columns: dict[str, Any], config: DistillationLossConfig
 ) -> Tensor:
     z = _logits(case, products, columns, config.logits_scale)
+    if config.recorded:
+        values = []
+        for t, label in enumerate(columns["labels"].tolist()):
+            values.append(products[t, 0] * 0)
+            if label != -100:
+                ids, logprobs = columns["teacher"][t]
+                values[t] = reference_losses.recorded_divergence(
+                    z[t], ids, logprobs, config.divergence, config.beta
+                )
+        return torch.stack(values)
     teacher = case.teacher(torch.cat([text.teacher_hidden for text in case.texts]), slice(None))
     assert teacher is not None
     z_teacher = reference.logits(

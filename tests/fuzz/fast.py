@@ -16,7 +16,7 @@ from fastrl.data.step import OptimizerStep
 from fastrl.functional.batch import BatchKwargs
 from fastrl.layers.language_model_head import LanguageModelHead
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
-from tests.fuzz.cases import VERSION, FuzzCase, draw_case
+from tests.fuzz.cases import VERSION, WEIGHTS, FuzzCase, draw_case
 from tests.fuzz.definition import Answer
 
 COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "model_version")
@@ -156,7 +156,7 @@ def _pack(case: FuzzCase, numbers: list[int]) -> TokenBatch:
     return TokenBatch.from_documents(
         [case.texts[number].document for number in numbers],
         pad_to_multiple=case.pad_to_multiple,
-        columns=COLUMNS,
+        columns=COLUMNS + (WEIGHTS if case.has("stream") else ()),
         share_prefixes=case.share_prefixes,
     )
 

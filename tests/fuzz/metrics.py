@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fastrl.functional.reference.head import documents
 from fastrl.functional.reference.losses import (
     BOUND,
     Tokens,
+    advantages_of,
     correction_weights,
     covariances_to_drop,
     kl_estimate,
@@ -136,6 +137,7 @@ def _policy(
     config: PolicyGradientLossConfig, tokens: Tokens, columns: dict[str, Any]
 ) -> dict[str, float]:
     tokens = with_old_policy(tokens, config.model_dump())
+    tokens = replace(tokens, advantages=advantages_of(tokens, config.model_dump()))
     assert tokens.old_logprobs is not None
     assert tokens.entropy is not None
     labels = list(_labels(config, tokens))

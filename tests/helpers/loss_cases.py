@@ -5,9 +5,10 @@ The tests of the [T] functions, of the head, of kernels and of ranks share this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import TypeAdapter
@@ -16,6 +17,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
 from fastrl.config import AnyLossConfig, PolicyGradientLossConfig
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.functional.streams import of_stream
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
 VOCAB_SIZE = 29
@@ -42,17 +44,49 @@ class LossCase:
         """All fields, as the definition takes them."""
         return self.parsed.model_dump()
 
+    @property
+    def recorded(self) -> bool:
+        """Whether it is a distillation from recorded entries."""
+        return bool(self.config.get("recorded"))
+
+    @property
+    def columns(self) -> list[str]:
+        """The weights that the loss needs."""
+        return [name for name in self.parsed.required_columns() if name.endswith("_weights")]
+
     def documents(self) -> list[Document]:
         """Documents with every column that the loss needs."""
-        return preference_documents() if self.pairs else policy_documents()
+        documents = preference_documents() if self.pairs else policy_documents()
+        if self.recorded:
+            documents = with_recorded_teacher(documents)
+        return with_weights(documents) if self.columns else documents
 
     def loss(self) -> LanguageModelLoss[Any]:
-        """The loss on one rank."""
-        return build_loss(self.parsed)
+        """The loss on one rank, to be called with a batch of all labels."""
+        loss = build_loss(self.parsed)
+        return loss if self.parsed.stream is None else cast(Any, OfStream(loss))
 
     def reference(self, tokens: reference_losses.Tokens) -> Tensor:
         """The definition's value, without the loss's weight."""
+        if self.parsed.stream is not None:
+            tokens = reference_losses.of_stream(tokens, self.parsed.stream)
         return reference_losses.LOSSES[self.config["type"]](tokens, self.options)
+
+
+class OfStream:
+    """A loss that takes the part of its stream of a batch, as the head hands it over."""
+
+    def __init__(self, loss: LanguageModelLoss[Any]) -> None:
+        self._loss = loss
+
+    def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
+        return self._loss(statistics, of_stream(batch, self._loss.config.stream))
+
+    def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
+        return self._loss.metrics(statistics, of_stream(batch, self._loss.config.stream))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
 
 
 def _cases(loss: str, *variants: tuple[str, dict[str, Any]]) -> list[LossCase]:
@@ -311,6 +345,39 @@ CASES = [
         ("", {}),
         ("reverse", {"divergence": "reverse_kl", "normalisation": "documents"}),
         ("jensen_shannon", {"divergence": "jensen_shannon", "beta": 0.3}),
+        ("recorded", {"recorded": True}),
+        ("recorded_reverse", {"recorded": True, "divergence": "reverse_kl", "stream": "distill"}),
+        ("recorded_jensen_shannon", {"recorded": True, "divergence": "jensen_shannon"}),
+    ),
+    *_cases("cross_entropy", ("stream", {"stream": "ce"})),
+    *_cases(
+        "grpo",
+        (
+            "stream",
+            CLIP
+            | {
+                "stream": "rl",
+                "normalisation": "documents",
+                "kl": {"coefficient": 0.2, "ratio_level": "document_product"},
+                "rollout_correction": {"level": "document", "mean": "geometric", "high": 1.02},
+                "entropy": {"bonus": 0.1},
+            },
+        ),
+        ("distilled", CLIP | {"on_policy_distillation": {"coefficient": 0.7, "bound": 0.5}}),
+    ),
+    *_cases("gspo", ("distilled", NARROW | {"on_policy_distillation": {"coefficient": 1.5}})),
+    *_cases(
+        "dppo",
+        (
+            "distilled",
+            {
+                "epsilon_low": 0.01,
+                "epsilon_high": 0.02,
+                "stream": "distill",
+                "on_policy_distillation": {"coefficient": 0.3, "rewards": False},
+                "off_policy_mask": {"threshold": 0.02, "behaviour": "rollout"},
+            },
+        ),
     ),
 ]
 
@@ -382,6 +449,41 @@ def policy_documents() -> list[Document]:
         document(2, 1, 1.3, "d"),
         document(8, 2, -0.6, "d"),
     ]
+
+
+def with_weights(documents: list[Document]) -> list[Document]:
+    """The documents in all streams: some as a whole, some by token, some not at all."""
+    generator = torch.Generator().manual_seed(41)
+    choices = torch.tensor([0.0, 0.5, 1.0, 2.0])
+
+    def weight(number: int, document: Document) -> Any:
+        drawn = choices[torch.randint(4, (len(document.tokens),), generator=generator)].tolist()
+        return drawn if number % 3 else drawn[0]
+
+    names = ("rl_weight", "ce_weight", "distill_weight")
+    return [
+        replace(x, **{name: weight(n + i, x) for i, name in enumerate(names)})
+        for n, x in enumerate(documents)
+    ]
+
+
+def with_recorded_teacher(documents: list[Document]) -> list[Document]:
+    """The documents with a teacher's entries: few, most of its mass, all of it, the vocabulary."""
+    generator = torch.Generator().manual_seed(43)
+
+    def entries(position: int) -> tuple[list[int], list[float]]:
+        size = (1, 3, 6, VOCAB_SIZE)[position % 4]
+        ids = torch.randperm(VOCAB_SIZE, generator=generator)[:size].tolist()
+        draws = torch.randn(size, generator=generator, dtype=torch.float64)
+        mass = (0.4, 0.9, 1 - 1e-9, 1.0)[position % 4]
+        return ids, (draws.log_softmax(0) + math.log(mass)).tolist()
+
+    result = []
+    for document in documents:
+        pairs = [entries(position) for position in range(len(document.tokens))]
+        ids, logprobs = [ids for ids, _ in pairs], [logprobs for _, logprobs in pairs]
+        result.append(replace(document, teacher_ids=ids, teacher_logprobs=logprobs))
+    return result
 
 
 def preference_documents() -> list[Document]:

@@ -19,7 +19,7 @@ from fastrl.kernels.arguments import LogitTransform
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 # Stands for -inf: the exponential of it is 0 as well, and 0 times it is not NaN.
-_LOWEST = -1e4
+LOWEST_LOGPROB = -1e4
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def teacher_divergence(
             hidden = teacher_hidden[rows.tokens]
             products = matmul(hidden, teacher.weight.detach().t()).to(rows.z.dtype)
             teacher_z, _ = transformed(products, transform.rows(rows.tokens), tile)
-            log_t = (teacher_z - rows.logsumexp(teacher_z)[:, None]).clamp(min=_LOWEST)
-        log_s = (rows.z - rows.to_columns(rows.logsumexp())).clamp(min=_LOWEST)
+            log_t = (teacher_z - rows.logsumexp(teacher_z)[:, None]).clamp(min=LOWEST_LOGPROB)
+        log_s = (rows.z - rows.to_columns(rows.logsumexp())).clamp(min=LOWEST_LOGPROB)
         return rows.sum(column_divergence(log_s, log_t, divergence, beta))[None]
 
     return full_rows(call, value, 1)[0]

@@ -45,6 +45,20 @@ class Tokens:
     model_version: Tensor | None = None
     draw_weights: Tensor | None = None  # 0 where a label was not drawn; it still counts
     current_version: int = 0
+    rl_weights: Tensor | None = None
+    ce_weights: Tensor | None = None
+    distill_weights: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def of_stream(tokens: Tokens, stream: str) -> Tokens:
+    """The tokens of a stream: no label where the weight is 0, and the weights of the others."""
+    weights = getattr(tokens, f"{stream}_weights")
+    labels = tokens.labels.clone()
+    for t in range(len(labels)):
+        if weights[t] == 0:
+            labels[t] = -100
+    return replace(tokens, labels=labels, weights=weights)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -72,13 +86,14 @@ def normalise(values: Mapping[int, Tensor], tokens: Tokens, options: Options) ->
                 divisor = len(groups[int(tokens.group_index[t])]) * len(groups)
             else:
                 divisor = len(by_document) * options["length"]
-            total = total + drawn_weight(tokens, t) * values[t] / divisor
+            total = total + weight_of(tokens, t) * values[t] / divisor
     return total
 
 
-def drawn_weight(tokens: Tokens, t: int) -> float:
-    """The weight of what token t adds to a sum."""
-    return 1.0 if tokens.draw_weights is None else float(tokens.draw_weights[t])
+def weight_of(tokens: Tokens, t: int) -> float:
+    """The weight of what token t adds to a sum: that of its stream, and of its draw."""
+    weight = 1.0 if tokens.weights is None else tokens.weights[t].item()
+    return weight if tokens.draw_weights is None else weight * tokens.draw_weights[t].item()
 
 
 def cross_entropy(tokens: Tokens, options: Options) -> Tensor:
@@ -130,7 +145,7 @@ def positive_nll(tokens: Tokens, options: Options) -> Tensor:
     for slots in documents(tokens.document_index, tokens.labels):
         for t in slots:
             if tokens.advantages[t] > 0:
-                total = total - drawn_weight(tokens, t) * tokens.logprobs[t]
+                total = total - weight_of(tokens, t) * tokens.logprobs[t]
                 count += 1
     return total / max(count, 1)
 
@@ -169,6 +184,38 @@ def token_divergence(
     assert beta is not None
     mixture = torch.log(beta * torch.exp(teacher) + (1 - beta) * torch.exp(student))
     return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def recorded_divergence(
+    z: Tensor,  # [V]
+    ids: list[int],
+    logprobs: list[float],
+    divergence: str,
+    beta: float | None,
+) -> Tensor:
+    """The divergence of one token from a teacher of which some ids are recorded.
+
+    All others are one bin of both distributions, if there are any; its probability under the
+    teacher is 1e-7 at least.
+    """
+    log_s = torch.log_softmax(z, 0)
+    student, teacher = [log_s[v] for v in ids], [z.new_tensor(value) for value in logprobs]
+    others = [log_s[v] for v in range(len(z)) if v not in ids]
+    if others:
+        student.append(torch.logsumexp(torch.stack(others), 0))
+        mass = sum(math.exp(value) for value in logprobs)
+        teacher.append(z.new_tensor(math.log(max(1 - mass, 1e-7))))
+    total = z.new_zeros(())
+    for s, t in zip(student, teacher, strict=True):
+        if divergence == "forward_kl":
+            total = total + torch.exp(t) * (t - s)
+        elif divergence == "reverse_kl":
+            total = total + torch.exp(s) * (s - t)
+        else:
+            assert beta is not None
+            m = torch.log(beta * torch.exp(t) + (1 - beta) * torch.exp(s))
+            total = total + beta * torch.exp(t) * (t - m) + (1 - beta) * torch.exp(s) * (s - m)
+    return total
 
 
 def dpo(tokens: Tokens, options: Options) -> Tensor:
@@ -328,6 +375,7 @@ def policy_gradient(
     others: slots with a surrogate of their own.
     """
     tokens = with_old_policy(tokens, options)
+    tokens = replace(tokens, advantages=advantages_of(tokens, options))
     assert tokens.advantages is not None
     top = top_entropy_slots(tokens, options)
     values: dict[int, Tensor] = {}
@@ -349,7 +397,7 @@ def policy_gradient(
             if options["kl"] is not None:
                 values[t] = values[t] + kl(tokens, options["kl"], slots, t)
             if t in top and tokens.entropy is not None:
-                bonus = bonus + drawn_weight(tokens, t) * tokens.entropy[t]
+                bonus = bonus + weight_of(tokens, t) * tokens.entropy[t]
     loss = normalise(values, tokens, options)
     if options["entropy"] is not None and options["entropy"]["bonus"]:
         loss = loss - options["entropy"]["bonus"] * bonus / num_labels
@@ -373,6 +421,25 @@ def with_old_policy(tokens: Tokens, options: Options) -> Tokens:
             share = 0.0 if versions <= 1 else (versions - 1) / versions
         old.append((1 - share) * sampler + share * tokens.logprobs[t].detach())
     return replace(tokens, old_logprobs=torch.stack(old))
+
+
+def advantages_of(tokens: Tokens, options: Options) -> Tensor:
+    """A, or A + c (ref - logp), or c (ref - logp) alone, as constants."""
+    config = options["on_policy_distillation"]
+    if config is None:
+        assert tokens.advantages is not None
+        return tokens.advantages
+    assert tokens.ref_logprobs is not None
+    result = torch.zeros_like(tokens.ref_logprobs)
+    bound = math.inf if config["bound"] is None else config["bound"]
+    for slots in documents(tokens.document_index, tokens.labels):
+        for t in slots:
+            difference = (tokens.ref_logprobs[t] - tokens.logprobs[t]).item()
+            result[t] = config["coefficient"] * min(max(difference, -bound), bound)
+            if config["rewards"]:
+                assert tokens.advantages is not None
+                result[t] = result[t] + tokens.advantages[t]
+    return result
 
 
 def token_ratio(tokens: Tokens, slots: list[int], t: int, level: str, options: Options) -> Tensor:

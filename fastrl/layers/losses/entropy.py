@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastrl.config.loss_options import EntropyConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
+from fastrl.layers.losses.normalisation import at_least_one, weighted_tokens
 
 
 class EntropyBonus:
@@ -43,7 +43,7 @@ class EntropyBonus:
         """What is subtracted from the loss: factor * mean over the labels of the step."""
         if kept_entropy is None:
             return 0.0
-        total = draw_weighted(kept_entropy, batch).sum()
+        total = weighted_tokens(kept_entropy, batch, batch.stream).sum()
         return self.value * (total / at_least_one(batch.num_labels_in_batch))
 
     def end_step(self, entropy: float) -> None:

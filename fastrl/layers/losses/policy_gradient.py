@@ -58,10 +58,11 @@ class LanguageModelPolicyGradientLoss(PolicyPreparation[PolicyGradientConfigT]):
         return frozenset() if self.config.entropy is None else frozenset({"entropy"})
 
     def gradient_rows(self, batch: BatchKwargs) -> RowSet:
-        """Rows with a non-zero advantage, or whose document has one; with a penalty all labels."""
+        """Rows with a non-zero advantage, or whose document has one; all with other terms."""
         rows = batch.active_document_rows if self.scope == "document" else batch.active_rows
-        has_penalty = self.config.kl is not None or self.entropy_bonus.can_act
-        if rows is None or has_penalty or self.scope == "batch":
+        config = self.config
+        has_other = config.kl is not None or config.on_policy_distillation is not None
+        if rows is None or has_other or self.entropy_bonus.can_act or self.scope == "batch":
             return batch.rows_with_labels
         return rows
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.config.loss_options import RatioLevel
+from fastrl.config.loss_options import OnPolicyDistillationConfig, RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked, required
+from fastrl.layers.losses.on_policy_distillation import teacher_advantages
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,29 @@ class PolicyInputs:
 
 
 def policy_inputs(
-    loss: object, ratio_level: RatioLevel, statistics: TokenStatistics, batch: BatchKwargs
+    loss: object,
+    ratio_level: RatioLevel,
+    distillation: OnPolicyDistillationConfig | None,
+    statistics: TokenStatistics,
+    batch: BatchKwargs,
 ) -> PolicyInputs:
     """The inputs of a loss whose ratio is of `ratio_level`.
+
+    The advantages are the batch's, and a teacher's with `distillation`.
 
     Raises:
         ValueError: the batch lacks a column that the loss needs.
     """
     mask = batch.labels != -100
     logprobs = masked(statistics.logprobs, mask)
-    advantages = masked(required(batch.advantages, "advantages", loss), mask)
+    advantages = torch.zeros_like(logprobs)
+    if distillation is None or distillation.rewards:
+        advantages = required(batch.advantages, "advantages", loss)
+    if distillation is not None:
+        reason = " with `on_policy_distillation`"
+        teacher = required(batch.ref_logprobs, "ref_logprobs", loss, reason)
+        advantages = advantages + teacher_advantages(teacher, logprobs, distillation)
+    advantages = masked(advantages, mask)
     log_ratios = torch.zeros_like(logprobs)
     if ratio_level != "none":
         old = required(batch.old_logprobs, "old_logprobs", loss)

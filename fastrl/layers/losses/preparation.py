@@ -61,7 +61,7 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
         """
         config, level = self.config, self.ratio_level
         batch = self._with_old_policy(statistics, batch)
-        inputs = policy_inputs(self, level, statistics, batch)
+        inputs = policy_inputs(self, level, config.on_policy_distillation, statistics, batch)
         corrections = Corrections(self._corrections, inputs)
         columns = corrections.columns() | self._document_columns(inputs)
         sums = per_document(columns, batch, self.token_groups)

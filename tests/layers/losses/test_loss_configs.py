@@ -310,6 +310,10 @@ OPTIONAL_COLUMNS = {
     "model_version",
     "group_index",
     "group_label_counts",
+    "rl_weights",
+    "ce_weights",
+    "distill_weights",
+    "teacher_tokens",
 }
 
 

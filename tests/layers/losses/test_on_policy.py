@@ -12,7 +12,13 @@ from torch import Tensor
 from fastrl import BatchKwargs, LanguageModelHead
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, finish_metrics
-from tests.helpers.loss_cases import BOTH_POLICIES, LossCase, pack, policy_documents
+from tests.helpers.loss_cases import (
+    BOTH_POLICIES,
+    LossCase,
+    pack,
+    policy_documents,
+    with_weights,
+)
 from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 
 TOLERANCE = 1e-12
@@ -27,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def inputs(head: LanguageModelHead) -> tuple[BatchKwargs, Tensor]:
     """A batch whose reference and sampler are near the head's policy, and hidden states."""
-    batch = pack(policy_documents()).replace(temperature=0.8)
+    batch = pack(with_weights(policy_documents())).replace(temperature=0.8)
     hidden = random_hidden(batch)
     return close_to_policy(head, hidden, batch), hidden.requires_grad_()
 
