@@ -145,6 +145,14 @@ class TokenSamplingConfig(Config):
     """Of each label."""
 
 
+class ReferenceConfig(Config):
+    """A frozen model that is the reference policy, a teacher for one."""
+
+    path: PathText
+    """Folder of its config and weights in Hugging Face's format, relative to the current folder. Of
+    any size, and of the vocabulary of the model. It must stay as it is while the run goes on."""
+
+
 class RLPhaseConfig(PhaseConfig):
     """Training on rewards. A step takes rollouts and makes `epochs` * `mini_batches` updates."""
 
@@ -156,6 +164,10 @@ class RLPhaseConfig(PhaseConfig):
 
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
+
+    reference: ReferenceConfig | None = None
+    """The reference policy of `kl` and the teacher of `on_policy_distillation`, for sampled
+    rollouts. Default: the model as it is when the phase begins."""
 
     mini_batches: int = Field(default=1, gt=0, le=10**6)
     """Parts that a step's rollouts are split into, one update each. After the first update the

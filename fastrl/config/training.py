@@ -270,26 +270,29 @@ class RunConfig(Config):
                 raise ValueError(
                     f"{where} has no losses: set `phases.{index}.losses` or `model.head.losses`"
                 )
-            has_policy_loss = "advantages" in self.required_columns(phase)
-            if phase.type == "supervised" and has_policy_loss:
+            columns = self.required_columns(phase)
+            from_files = phase.type == "rl" and phase.rollouts.type == "files"
+            if phase.type == "supervised" and "advantages" in columns:
                 raise ValueError(
                     f"{where} is supervised and has no advantages, so `phases.{index}.losses` must"
                     f" have no policy-gradient loss, got {_listed(losses)}; `cross_entropy` is one"
                 )
-            if phase.type == "supervised" and "kept_tokens" in self.required_columns(phase):
+            if phase.type == "supervised" and "kept_tokens" in columns:
                 raise ValueError(
                     f"{where} is supervised and has no `kept_tokens`, so `model.head.keep.recorded`"
                     " must not be given; it is for `rollouts` of type `files`"
                 )
-            if phase.type == "rl" and not has_policy_loss:
+            learns = any(_learns_from_rollouts(loss, from_files) for loss in losses.values())
+            if phase.type == "rl" and not learns:
                 raise ValueError(
                     f"{where} must have a policy-gradient loss such as `grpo` or `gspo` in"
-                    f" `phases.{index}.losses`, got {_listed(losses)}"
+                    f" `phases.{index}.losses`, got {_listed(losses)}; with `rollouts` of type"
+                    " `files` a `distillation` that is `recorded` does as well"
                 )
             self.model.head.check_losses(losses)
             for name, loss in losses.items():
-                _check_loss(f"`phases.{index}` loss `{name}`", loss, phase.type, self.model.head)
-            from_files = phase.type == "rl" and phase.rollouts.type == "files"
+                source = phase.rollouts.type if phase.type == "rl" else phase.type
+                _check_loss(f"`phases.{index}` loss `{name}`", loss, source, self.model.head)
             if phase.type == "rl" and not from_files and self.model.head.keep is not None:
                 raise ValueError(
                     f"{where} samples from the whole vocabulary, so `model.head.keep` must not be"
@@ -298,8 +301,15 @@ class RunConfig(Config):
             if phase.type == "rl":
                 max_new_tokens = None if from_files else self.sampler.max_new_tokens
                 _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
+                if "advantages" not in columns:
+                    _check_no_advantage(f"`phases.{index}.advantage", phase.advantage, from_files)
                 _check_on_policy(index, phase, losses)
                 _check_proximal(index, phase, losses)
+                if phase.reference is not None and (from_files or "ref_logprobs" not in columns):
+                    raise ValueError(
+                        f"`phases.{index}.reference` has no effect: it is for `rollouts` of type"
+                        " `sampler` and `kl`, `kl_in_reward` or distillation; leave it out"
+                    )
                 if phase.share_prefixes:
                     _check_shared_prefixes(index, self.parallel, self.model)
             if self.environment is None and not from_files:
@@ -308,6 +318,13 @@ class RunConfig(Config):
         if len(set(names)) < len(names):
             raise ValueError(f"`phases` must have different names, got {names}")
         return self
+
+
+def _learns_from_rollouts(loss: AnyLossConfig, from_files: bool) -> bool:
+    """Whether a loss is one for an `rl` phase, with documents from files or from the sampler."""
+    if isinstance(loss, PolicyGradientLossConfig) or "advantages" in loss.required_columns():
+        return True
+    return from_files and "teacher_tokens" in loss.required_columns()
 
 
 def _check_advantage(where: str, advantage: AdvantageConfig, max_new_tokens: int | None) -> None:
@@ -322,6 +339,19 @@ def _check_advantage(where: str, advantage: AdvantageConfig, max_new_tokens: int
             advantage.shaping.resolved(max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{where}.shaping`: {error}") from error
+
+
+def _check_no_advantage(where: str, advantage: AdvantageConfig, from_files: bool) -> None:
+    """Refuses what has no effect where no loss reads advantages."""
+    # These leave sampled documents out, whatever the losses read.
+    used = () if from_files else ("zero_variance", "truncated")
+    for name in AdvantageConfig.model_fields:
+        value, default = getattr(advantage, name), getattr(AdvantageConfig(), name)
+        if name not in used and value != default:
+            raise ValueError(
+                f"{where}.{name}` has no effect, as no loss of the phase reads advantages; leave it"
+                " out"
+            )
 
 
 def _check_on_policy(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossConfig]) -> None:
@@ -376,17 +406,19 @@ def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelCon
         )
 
 
+_OF_ROLLOUTS = frozenset(
+    {"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "group_label_counts"}
+)
 _COLUMNS: dict[str, frozenset[str]] = {
     "supervised": frozenset(),
-    "rl": frozenset(
-        {"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "group_label_counts"}
-    ),
+    "sampler": _OF_ROLLOUTS,
+    "files": _OF_ROLLOUTS | {"rl_weights", "ce_weights", "distill_weights", "teacher_tokens"},
 }
-"""Optional columns of the batches of a phase. No `group_index`: the members of a group may be in
-different micro-batches."""
+"""Optional columns of the batches of a phase, by where its documents come from. No `group_index`:
+the members of a group may be in different micro-batches."""
 
 
-def _check_loss(where: str, loss: AnyLossConfig, phase_type: str, head: HeadOptions) -> None:
+def _check_loss(where: str, loss: AnyLossConfig, source: str, head: HeadOptions) -> None:
     """Refuses losses and options that the trainer has no data for."""
     if isinstance(loss, PolicyGradientLossConfig):
         if loss.max_staleness is not None:
@@ -398,12 +430,16 @@ def _check_loss(where: str, loss: AnyLossConfig, phase_type: str, head: HeadOpti
             option = getattr(loss, name)
             if option is not None and option.adaptive is not None and not head.metrics:
                 raise ValueError(f"{where}: `{name}.adaptive` needs `model.head.metrics: true`")
-    missing = sorted(loss.required_columns() - _COLUMNS[phase_type])
-    if missing or isinstance(loss, DistillationLossConfig):
+    missing = sorted(loss.required_columns() - _COLUMNS[source])
+    has_live_teacher = isinstance(loss, DistillationLossConfig) and not loss.recorded
+    if missing or has_live_teacher:
         needs = f", which needs {', '.join(f'`{name}`' for name in missing)}," if missing else ""
+        phase = "supervised" if source == "supervised" else f"rl` with `rollouts` of type `{source}"
+        in_files = not has_live_teacher and set(missing) <= _COLUMNS["files"]
+        remedy = "; `rollouts` of type `files` can have it" if in_files else ""
         raise ValueError(
             f"{where}: the trainer makes no batches for `type: {loss.type}`{needs} in a phase of"
-            f" type `{phase_type}`; use the head in a trainer of your own"
+            f" type `{phase}`{remedy}; use the head in a trainer of your own"
         )
 
 

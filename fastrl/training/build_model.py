@@ -14,7 +14,7 @@ from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.models.checkpoint import load_weights, read_llama_config
 from fastrl.models.llama import Llama
 from fastrl.training.llama_model import LlamaDecoder, LlamaModel
-from fastrl.training.model import Decoder, TrainedModel
+from fastrl.training.model import Decoder, FrozenPolicy, TrainedModel
 from fastrl.training.processes import Processes, empty_llama, load_full_weights
 from fastrl.training.tokenizer import Tokenizer
 
@@ -55,6 +55,49 @@ def build_model(
     else:
         llama = Llama(llama_config, device="meta")
     return LlamaModel(llama, processes), LlamaDecoder(llama, processes)
+
+
+def build_reference(
+    config: RunConfig, folder: Path, vocab_size: int, processes: Processes
+) -> FrozenPolicy:
+    """The frozen model of a folder, of the kind of the run's model and sharded like it.
+
+    Args:
+        config: of the run.
+        folder: of the model.
+        vocab_size: of the run's model, which the reference must have.
+        processes: that share it.
+
+    Raises:
+        UserError: the model cannot be made, or has another vocabulary.
+    """
+    if isinstance(config.model, TransformersModelConfig):
+        from fastrl.integrations.transformers.trained import Build, TransformersModel
+
+        of_folder = config.model.model_copy(update={"path": str(folder), "lora": None})
+        build = Build(of_folder, getattr(torch, config.dtype), samples=False)
+        model = TransformersModel(build, processes)
+        _check_same_vocabulary(folder, model.limits.vocab_size, vocab_size)
+        return model.frozen()
+    llama_config = read_reference_config(config, folder, vocab_size)
+    llama = empty_llama(llama_config, processes, getattr(torch, config.dtype))
+    load_weights(llama, folder)
+    return LlamaModel(llama.requires_grad_(False).eval(), processes)
+
+
+def read_reference_config(config: RunConfig, folder: Path, vocab_size: int) -> LlamaConfig:
+    """The sizes of a reference that is a Llama; raises as `build_reference`."""
+    llama_config = read_llama_config(folder, head=config.model.head)
+    assert llama_config.vocab_size is not None
+    _check_same_vocabulary(folder, llama_config.vocab_size, vocab_size)
+    return llama_config
+
+
+def _check_same_vocabulary(folder: Path, got: int, required: int) -> None:
+    if got != required:
+        raise UserError(
+            f"{folder}: `vocab_size` of a reference must be the model's {required}, got {got}"
+        )
 
 
 def _build_transformers(

@@ -63,12 +63,16 @@ class RolloutFiles:
             self._read[key] = documents = []
             for document in records:
                 documents.append(_packed(document))
-                largest = max(document.tokens)
-                if largest >= self._vocab_size:
-                    raise UserError(
-                        f"{path}, document {len(documents)}: `tokens` must be ids below the "
-                        f"vocabulary size {self._vocab_size}, got {largest}"
-                    )
+                ids = {"tokens": document.tokens}
+                if document.teacher_ids is not None:
+                    lists = (each for each in document.teacher_ids if len(each))
+                    ids["teacher_ids"] = [max(each) for each in lists]
+                for name, values in ids.items():
+                    if len(values) and (largest := max(values)) >= self._vocab_size:
+                        raise UserError(
+                            f"{path}, document {len(documents)}: `{name}` must be ids below the "
+                            f"vocabulary size {self._vocab_size}, got {largest}"
+                        )
         return self._read[key]
 
 
@@ -127,16 +131,23 @@ class FileRollouts:
                 named.append((f"{path}, document {number}", document))
         if not named:
             raise UserError(f"{', '.join(paths)}: no documents")
-        if "kept_tokens" in columns:
-            for where, document in named:
-                if document.kept_tokens is None:
-                    raise UserError(
-                        f"{where}: `kept_tokens` is required with `model.head.keep.recorded: true`,"
-                        " got none"
-                    )
+        options = {
+            "kept_tokens": "`model.head.keep.recorded: true`",
+            "teacher_ids": "a `distillation` loss that is `recorded`",
+        }
+        for field, option in options.items():
+            name = "teacher_tokens" if field == "teacher_ids" else field
+            lacks = [where for where, document in named if getattr(document, field) is None]
+            if name in columns and lacks:
+                raise UserError(f"{lacks[0]}: `{field}` is required with {option}, got none")
         _check_baseline(named, advantage)
         check_same_columns(named)
-        check_any_learned(tuple(paths), (document for _, document in named))
+        self._needs_advantages = "advantages" in columns
+        check_any_learned(
+            tuple(paths),
+            (document for _, document in named),
+            needs_advantages=self._needs_advantages,
+        )
         if all(document.advantage is not None for _, document in named):
             _check_no_changes(advantage, paths)
         self.items = ShuffledItems(group_over_files(read), seed)
@@ -156,6 +167,9 @@ class FileRollouts:
             (group,) = self.items.take(1)
             documents += [replace(document, group_id=number) for document in group]
             number += 1
+        if not self._needs_advantages:
+            labelled = [replace(each, advantage=None) for each in documents if each.has_labels]
+            return Rollouts(labelled, {}, [])
         given = [document for document in documents if document.advantage is not None]
         rewarded = [document for document in documents if document.advantage is None]
         sums = self._advantage.aggregation == "sum_then_normalise"

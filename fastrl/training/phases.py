@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fastrl.layers.losses import LanguageModelPolicyGradientLoss
 from fastrl.layers.losses.kl import KLCoefficient
 from fastrl.parallel import group_rank, group_size
 from fastrl.training.advantages import RewardKL
+from fastrl.training.build_model import build_reference
 from fastrl.training.context import RunContext
 from fastrl.training.model import FrozenPolicy
 from fastrl.training.optimizer import (
@@ -89,8 +91,8 @@ class Phase:
         skipped_in_a_row: the last updates whose gradients were not finite, one after another.
         source: of documents.
         optimizer: of the phase.
-        reference: the frozen policy of a KL term, a copy of the model at the start of the phase;
-            None without one.
+        reference: the frozen policy of a KL term or of a distillation: a copy of the model at the
+            start of the phase, or the model of a folder; None without one.
         reward_kl: what rewards pay for the divergence from the reference; None if nothing.
     """
 
@@ -109,7 +111,10 @@ class Phase:
         self.reference: FrozenPolicy | None = None
         samples = isinstance(self.source, SampledRollouts)
         if samples and "ref_logprobs" in config.required_columns(self.config):
-            self.reference = context.model.frozen_copy()
+            self.reference = self._new_reference(config)
+        # A folder's stays on the disk.
+        is_copy = isinstance(self.config, RLPhaseConfig) and self.config.reference is None
+        self._kept_reference = self.reference if is_copy else None
         self.reward_kl = self._build_reward_kl()
         self._recomputes_old = (
             isinstance(self.config, RLPhaseConfig)
@@ -153,15 +158,23 @@ class Phase:
             loss.entropy_bonus.load_state_dict(state.entropy_bonus[name])
         for name, coefficient in self._kl_coefficients().items():
             coefficient.value = state.kl_coefficients[name]
-        if self.reference is not None:
+        if self._kept_reference is not None:
             assert state.reference is not None
-            for name, parameter in self.reference.named_parameters():
+            for name, parameter in self._kept_reference.named_parameters():
                 parameter.copy_(state.reference[name])
+
+    def _new_reference(self, config: RunConfig) -> FrozenPolicy:
+        """The model as it is, or that of the config's folder."""
+        model = self._context.model
+        if not isinstance(self.config, RLPhaseConfig) or self.config.reference is None:
+            return model.frozen_copy()
+        folder = Path(self.config.reference.path)
+        return build_reference(config, folder, model.limits.vocab_size, self._context.processes)
 
     def _check(self, state: TrainerState) -> None:
         """Refuses what a checkpoint of this phase cannot hold."""
-        if (self.reference is None) != (state.reference is None):
-            needs = "no" if self.reference is None else "a"
+        if (self._kept_reference is None) != (state.reference is None):
+            needs = "no" if self._kept_reference is None else "a"
             raise UserError(f"checkpoint: phase `{self.name}` must have {needs} reference policy")
         losses = self._policy_losses()
         if set(losses) != set(state.entropy_bonus):
@@ -198,7 +211,7 @@ class Phase:
 
     def state(self, before: TrainerState) -> TrainerState:
         """The run's state with what `restore` needs; the tensors are those of the phase."""
-        losses, reference = self._policy_losses(), self.reference
+        losses, reference = self._policy_losses(), self._kept_reference
         names = trained_names(self._context.model.module)
         return replace(
             before,

@@ -8,13 +8,22 @@ same way is there once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from fastrl.config.base import UserError
-from fastrl.config.phases import FileRolloutsConfig, RLPhaseConfig, SupervisedPhaseConfig
+from fastrl.config.phases import (
+    AnyPhaseConfig,
+    FileRolloutsConfig,
+    RLPhaseConfig,
+    SupervisedPhaseConfig,
+)
 from fastrl.config.training import RunConfig
+from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.data.documents import Document
 from fastrl.layers.losses import build_loss
+from fastrl.models.checkpoint import CONFIG_FILE
 from fastrl.training.advantages import RewardKL
+from fastrl.training.build_model import read_reference_config
 from fastrl.training.context import RunContext
 from fastrl.training.file_rollouts import FileRollouts, RolloutFiles
 from fastrl.training.order import ShuffledItems
@@ -68,6 +77,7 @@ def build_sources(
         _check_token_sampling(config, index)
         sources[index] = source = _source(config, index, context, files)
         phase = f"phases.{index}"
+        _check_reference(config, config.phases[index], model.vocab_size)
         _check_bound(
             f"{phase}.max_tokens_per_micro_batch",
             config.phases[index].max_tokens_per_micro_batch,
@@ -97,6 +107,17 @@ def _check_token_sampling(config: RunConfig, index: int) -> None:
                 f"tokens, got `{name}: {{type: {loss.type}}}`, which with its options compares the "
                 f"tokens of a {scope}; leave one of the two out"
             )
+
+
+def _check_reference(config: RunConfig, phase: AnyPhaseConfig, vocab_size: int) -> None:
+    """Refuses the folder of a reference that cannot be one, before the phase comes."""
+    if not isinstance(phase, RLPhaseConfig) or phase.reference is None:
+        return
+    folder = Path(phase.reference.path)
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder}: a reference must be a folder with {CONFIG_FILE}, got none")
+    if not isinstance(config.model, TransformersModelConfig):
+        read_reference_config(config, folder, vocab_size)
 
 
 def _check_bound(name: str, bound: int | None, longest: int, phase: str) -> None:

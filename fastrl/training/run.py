@@ -263,7 +263,8 @@ class Trainer:
             every = self._config.checkpoint.every
             if every is not None and phase.steps_done % every == 0 and not last:
                 self._save()
-        if warning := self._on_files.warning(phase.name):
+        reads_rewards = "advantages" in self._config.required_columns(phase.config)
+        if reads_rewards and (warning := self._on_files.warning(phase.name)):
             self._display.message(warning)
         return 0
 

@@ -85,6 +85,11 @@ class OfStream:
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
         return self._loss.metrics(statistics, of_stream(batch, self._loss.config.stream))
 
+    def with_metrics(
+        self, statistics: TokenStatistics, batch: BatchKwargs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss.with_metrics(statistics, of_stream(batch, self._loss.config.stream))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
 

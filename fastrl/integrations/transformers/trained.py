@@ -140,6 +140,10 @@ class TransformersModel:
         self._shard(copy)
         return _Policy(copy)
 
+    def frozen(self) -> FrozenPolicy:
+        """The model itself, which is not trained any more."""
+        return _Policy(self.module.requires_grad_(False))
+
     def files(self) -> ModelFiles:
         if not self._build.has_adapters:
             return self._folder.files(self.module)

@@ -327,6 +327,6 @@ def test_required_columns_are_those_without_which_a_batch_is_refused(case: LossC
     value, metrics = loss.with_metrics(statistics, least)
     assert torch.equal(value, loss(statistics, batch))
     assert metrics["loss"] == value
-    for column in columns:
+    for column in columns - {"teacher_tokens"}:  # the head reads these
         with pytest.raises(ValueError, match=f"`{column}` must be in the batch"):
             loss(statistics, batch.replace(**{column: None}))
