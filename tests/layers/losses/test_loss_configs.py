@@ -19,7 +19,7 @@ from fastrl.config import (
     dump_config,
     parse_config,
 )
-from tests.helpers.loss_cases import CASES, LossCase, pack, random_statistics
+from tests.helpers.loss_cases import CASES, LossCase, pack, policy_documents, random_statistics
 from tests.helpers.loss_heads import capped_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -211,7 +211,7 @@ OLD_KEYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_options_of_their_own_are_cases_of_corrections(
     options: dict[str, Any], entry: dict[str, Any]
 ) -> None:
-    batch = pack(LossCase("", {}).documents())
+    batch = pack(policy_documents())
     statistics = random_statistics(batch)
     cases = [LossCase("", {"type": "grpo", **x}) for x in (options, {"corrections": [entry]})]
     old, new = (case.loss() for case in cases)
