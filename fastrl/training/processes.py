@@ -99,6 +99,17 @@ class Processes:
             raise decided
         return cast("T", decided)
 
+    def share_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this process writes of a model's: its shards, and of what is replicated a share."""
+        parallel = self.config
+        replicas = 1 if parallel.fully_sharded else parallel.data * parallel.sequence_data
+        replica = 0 if replicas == 1 else self.rank // parallel.tensor
+        return {
+            key: tensor
+            for index, (key, tensor) in enumerate(tensors.items())
+            if index % replicas == replica
+        }
+
     @property
     def size(self) -> int:
         return self.config.num_processes

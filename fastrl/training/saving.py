@@ -7,7 +7,6 @@ done by a thread with collectives of its own, while the run goes on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,16 +14,21 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fastrl.config import RunConfig, UserError
 from fastrl.training.checkpoint import NewCheckpoint
 from fastrl.training.model import ModelFiles
 from fastrl.training.processes import Processes
-from fastrl.training.tensor_files import Layout, TensorFilesWriter
+from fastrl.training.tensor_files import (
+    Layout,
+    TensorFilesWriter,
+    failure_of,
+    ignore_no_dist,
+    write_now,
+)
 from fastrl.training.trainer_state import (
     PROGRESS_FILE,
     TRAINER_FOLDER,
@@ -128,16 +132,17 @@ class CheckpointSaver:
         writer = TensorFilesWriter(
             checkpoint.temporary, layout, begin=checkpoint.begin, finish=checkpoint.finish
         )
-        self._under_way = _UnderWay(checkpoint, self._start(writer, self._own(layout.tensors)))
+        own = self._processes.share_of(layout.tensors)
+        self._under_way = _UnderWay(checkpoint, self._start(writer, own))
         if not self._config.checkpoint.asynchronous:
             self.wait()
 
     def _start(self, writer: TensorFilesWriter, tensors: dict[str, Any]) -> Future[Any]:
         """The writing, under way or done."""
         no_dist = self._group is None
-        if no_dist:  # of which torch warns, in its thread
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or")
         if self._config.checkpoint.asynchronous:
+            if no_dist:
+                ignore_no_dist()  # for its thread
             future = async_save(
                 tensors,
                 storage_writer=writer,
@@ -149,22 +154,11 @@ class CheckpointSaver:
             return future
         future = Future()
         try:
-            save(tensors, storage_writer=writer, process_group=self._group, no_dist=no_dist)
+            write_now(tensors, writer, self._group)
             future.set_result(None)
         except CheckpointException as error:
             future.set_exception(error)
         return future
-
-    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What this rank copies: all that it has, and of what is replicated its share."""
-        parallel = self._processes.config
-        replicas = 1 if parallel.fully_sharded else parallel.data * parallel.sequence_data
-        replica = 0 if replicas == 1 else self._processes.rank // parallel.tensor
-        return {
-            key: tensor
-            for index, (key, tensor) in enumerate(tensors.items())
-            if index % replicas == replica
-        }
 
     def wait(self) -> None:
         """Returns when no checkpoint is under way.
@@ -178,9 +172,7 @@ class CheckpointSaver:
         error = future.exception()
         if error is None:
             return
-        rank, failure = 0, error
-        if isinstance(error, CheckpointException):
-            rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+        rank, failure = failure_of(error)
         if not isinstance(failure, OSError):
             raise failure from None if failure is error else error  # which has the rank's traceback
         cause = str(failure.strerror or failure)

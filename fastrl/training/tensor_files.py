@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -165,6 +169,38 @@ class TensorFilesWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # chosen by nobody but its caller
+
+
+def write_now(
+    tensors: Mapping[str, Tensor], writer: TensorFilesWriter, group: ProcessGroup | None
+) -> None:
+    """Writes the tensors of all ranks and returns when they are on the disk; all must call.
+
+    Args:
+        tensors: this rank's share, by the keys of the layout.
+        writer: of the files.
+        group: of all ranks; None for one process.
+
+    Raises:
+        CheckpointException: on all ranks, if any cannot write.
+    """
+    with warnings.catch_warnings():
+        if group is None:
+            ignore_no_dist()
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def ignore_no_dist() -> None:
+    """Lets torch write without processes, of which it warns."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or")
+
+
+def failure_of(error: BaseException) -> tuple[int, BaseException]:
+    """The first rank that could not write, and why."""
+    if not isinstance(error, CheckpointException):
+        return 0, error
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    return rank, failure
 
 
 def _runs(
