@@ -11,7 +11,7 @@ import numpy as np
 
 from fastrl.config.advantages import AdvantageConfig
 from fastrl.config.base import UserError
-from fastrl.config.phases import FileRolloutsConfig
+from fastrl.config.rollouts import FileRolloutsConfig
 from fastrl.data.columns import BATCH_COLUMNS, TOKEN_NUMBERS
 from fastrl.data.documents import Document
 from fastrl.data.prompt_groups import group_over_files
@@ -19,7 +19,7 @@ from fastrl.data.rollout_paths import rollout_files
 from fastrl.data.rollouts import check_any_learned, check_same_columns, read_rollouts
 from fastrl.training.advantages import RewardKL, with_advantages
 from fastrl.training.order import ShuffledItems
-from fastrl.training.rollouts import Rollouts, to_rollouts
+from fastrl.training.rollouts import Rollouts, RolloutSource, to_rollouts
 
 
 class RolloutFiles:
@@ -90,7 +90,7 @@ def _packed(document: Document) -> Document:
     return replace(document, **values)
 
 
-class FileRollouts:
+class FileRollouts(RolloutSource):
     """Rollouts from files, whole groups in random order.
 
     Args:

@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastrl.config.base import UserError
-from fastrl.config.phases import (
-    AnyPhaseConfig,
-    FileRolloutsConfig,
-    RLPhaseConfig,
-    SupervisedPhaseConfig,
-)
+from fastrl.config.phases import AnyPhaseConfig, RLPhaseConfig, SupervisedPhaseConfig
+from fastrl.config.rollouts import FileRolloutsConfig
 from fastrl.config.training import RunConfig
 from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.data.documents import Document

@@ -13,7 +13,7 @@ import torch
 
 from fastrl import TokenBatch
 from fastrl.config import UserError
-from fastrl.config.phases import FileRolloutsConfig
+from fastrl.config.rollouts import FileRolloutsConfig
 from fastrl.data.documents import Document
 from fastrl.data.rollouts import write_rollouts
 from fastrl.training.file_rollouts import RolloutFiles
