@@ -6,6 +6,7 @@ examples/transformers_grpo.yaml trains; `gemma`, `llama` and others are families
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,13 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 END = "<|end|>"
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
     "max_position_embeddings": 64,
     "initializer_range": 0.07,
     "tie_word_embeddings": False,
@@ -42,12 +40,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def main(family: str, folder: Path, seed: int = 0) -> None:
+def main(family: str, folder: Path, seed: int = 0, num_heads: int = 4) -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SIZES, **ids)
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    heads["head_dim"] = SIZES["hidden_size"] // num_heads
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SIZES, **heads, **ids)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -57,5 +57,6 @@ if __name__ == "__main__":
     parser.add_argument("family")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=4, help="vLLM on a CPU needs 2, of 32 each")
     arguments = parser.parse_args()
-    main(arguments.family, arguments.folder, arguments.seed)
+    main(arguments.family, arguments.folder, arguments.seed, arguments.heads)

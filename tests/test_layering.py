@@ -121,7 +121,8 @@ def test_b8_extras_are_what_the_package_imports() -> None:
     assert adapters - ours - always - OTHER_TRAINERS == _modules(extras["integrations"])
     # TensorBoard is imported by torch; Triton and pydantic's core come with torch and pydantic.
     brought = {"triton", "pydantic_core"}
-    assert others - ours - brought | {"tensorboard"} == always | _modules(extras["examples"])
+    optional = _modules(extras["examples"]) | _modules(extras["servers"])
+    assert others - ours - brought | {"tensorboard"} == always | optional
 
 
 def _is_of_a_test_module(imported: str) -> bool:

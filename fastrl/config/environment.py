@@ -223,8 +223,8 @@ class SamplerConfig(Config):
     """The built-in sampler, for rollouts, evaluation and `fastrl sample`."""
 
     max_new_tokens: int = Field(default=64, gt=0, le=2**24)
-    """Longest completion, its end token included. A completion that has not ended by then counts as
-    no answer."""
+    """Longest completion, its end token included, of servers too. One that has not ended by then
+    counts as no answer."""
 
     max_batch_size: int = Field(default=1024, gt=0, le=2**24)
     """Most completions that are sampled at a time; bounds the key-value cache."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from fastrl.config.advantages import AdvantageConfig
-from fastrl.config.base import Config
+from fastrl.config.base import Config, PathText
 from fastrl.config.losses import AnyLossConfig
 from fastrl.config.rollouts import RolloutsConfig, SamplerRolloutsConfig
 
@@ -152,6 +152,11 @@ class RLPhaseConfig(PhaseConfig):
             raise ValueError(
                 "`advantage.aggregation: normalise_then_sum` must go with `rollouts` of type"
                 " `files` and their `reward_columns`, as an environment gives one reward"
+            )
+        if rollouts.type == "server" and advantage.baseline in ("greedy", "optimal_token"):
+            raise ValueError(
+                f"`advantage.baseline: {advantage.baseline}` must not go with `rollouts` of type"
+                " `server`, which are not asked for what it needs; use the type `sampler`"
             )
         if rollouts.group_size == 1 and advantage.baseline not in ("greedy", "none"):
             raise ValueError(

@@ -26,6 +26,7 @@ from fastrl.config.losses import (
 from fastrl.config.model import LlamaConfig
 from fastrl.config.phases import AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
+from fastrl.config.rollouts import ServerRolloutsConfig, check_server_rollouts
 from fastrl.config.transformers_model import TransformersModelConfig, check_transformers_run
 
 
@@ -308,8 +309,16 @@ class RunConfig(Config):
                 if phase.reference is not None and (from_files or "ref_logprobs" not in columns):
                     raise ValueError(
                         f"`phases.{index}.reference` has no effect: it is for `rollouts` of type"
-                        " `sampler` and `kl`, `kl_in_reward` or distillation; leave it out"
+                        " `sampler` or `server`, and `kl`, `kl_in_reward` or distillation; leave it"
+                        " out"
                     )
+                if isinstance(phase.rollouts, ServerRolloutsConfig):
+                    check_server_rollouts(f"`phases.{index}", phase.rollouts, losses)
+                    if isinstance(self.model, TransformersModelConfig) and self.model.lora:
+                        raise ValueError(
+                            f"{where}: `rollouts` of type `server` must not go with `model.lora`,"
+                            " as servers are given whole weights; use the type `sampler`"
+                        )
                 if phase.share_prefixes:
                     _check_shared_prefixes(index, self.parallel, self.model)
             if self.environment is None and not from_files:
@@ -384,7 +393,7 @@ def _check_proximal(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossC
         if is_given and phase.rollouts.type == "sampler":
             raise ValueError(
                 f"`phases.{index}` loss `{name}`: `proximal` must go with `rollouts` of type"
-                " `files`: of what it samples itself, the trainer has the old log-probabilities"
+                " `files` or `server`: of what it samples itself, the trainer has the old log-probabilities"
                 " from the first update; leave it out"
             )
 
@@ -412,6 +421,7 @@ _OF_ROLLOUTS = frozenset(
 _COLUMNS: dict[str, frozenset[str]] = {
     "supervised": frozenset(),
     "sampler": _OF_ROLLOUTS,
+    "server": _OF_ROLLOUTS | {"model_version"},
     "files": _OF_ROLLOUTS | {"rl_weights", "ce_weights", "distill_weights", "teacher_tokens"},
 }
 """Optional columns of the batches of a phase, by where its documents come from. No `group_index`:
@@ -421,10 +431,10 @@ the members of a group may be in different micro-batches."""
 def _check_loss(where: str, loss: AnyLossConfig, source: str, head: HeadOptions) -> None:
     """Refuses losses and options that the trainer has no data for."""
     if isinstance(loss, PolicyGradientLossConfig):
-        if loss.max_staleness is not None:
+        if loss.max_staleness is not None and source != "server":
             raise ValueError(
-                f"{where}: `max_staleness` has no effect, as the trainer waits for the rollouts of"
-                " each step; leave it out"
+                f"{where}: `max_staleness` has no effect but with `rollouts` of type `server`, as"
+                " the trainer waits for others in each step; leave it out"
             )
         for name in ("entropy", "kl"):
             option = getattr(loss, name)

@@ -58,7 +58,7 @@ def estimate_run(config: RunConfig, tokens: int | None = None) -> str:
 def _step(config: RunConfig, index: int, model: LlamaConfig, tokens: int) -> Step:
     phase = config.phases[index]
     losses = config.losses_of(phase)
-    samples = isinstance(phase, RLPhaseConfig) and phase.rollouts.type == "sampler"
+    samples = isinstance(phase, RLPhaseConfig) and phase.rollouts.type != "files"
     return Step(
         model,
         config.parallel,

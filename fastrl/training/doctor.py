@@ -23,6 +23,7 @@ _PACKAGES = {
     "matplotlib": "`logging.report` must be false: no report.png",
     "wandb": "`logging.wandb` must be false",
     "trackio": "`logging.trackio` must be false",
+    "httpx2": "no `rollouts.type: server`: the run samples by itself, or trains on files",
     "transformers": "no `attach_head` for models of transformers",
     "trl": "no head under TRL's trainers",
 }

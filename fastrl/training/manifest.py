@@ -15,11 +15,15 @@ from pydantic import Field
 
 from fastrl.config import RunConfig, UserError, parse_config
 from fastrl.config.base import Config
+from fastrl.config.rollouts import ServerRolloutsConfig
 from fastrl.models.checkpoint import read_json
 
 MANIFEST_FILE = "manifest.json"
 
-MAY_CHANGE = ("parallel", "device", "checkpoint", "logging")
+MAY_CHANGE: dict[type[Config], tuple[str, ...]] = {
+    RunConfig: ("parallel", "device", "checkpoint", "logging"),
+    ServerRolloutsConfig: ("urls", "weights", "model", "max_in_flight", "timeout", "retries"),
+}
 """What may be another when a run goes on: it does not determine the result."""
 
 
@@ -105,12 +109,12 @@ def config_digest(config: RunConfig) -> str:
 
     Defaults are left out, so that keys that a later version adds change nothing.
     """
-    values = _without_defaults(config)
-    kept = {name: value for name, value in values.items() if name not in MAY_CHANGE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    values = determining_values(config, with_defaults=False)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _without_defaults(value: Any) -> Any:
+def determining_values(value: Any, *, with_defaults: bool = True) -> Any:
+    """The values of a config, as JSON has them, without those that may change."""
     if isinstance(value, Config):
         values = dict(value)
         fields = type(value).model_fields.items()
@@ -119,14 +123,18 @@ def _without_defaults(value: Any) -> Any:
             for name, field in fields
         }
         return {
-            name: _without_defaults(item)
+            name: determining_values(item, with_defaults=with_defaults)
             for name, item in values.items()
-            if name == "type" or item != defaults[name]
+            if name not in MAY_CHANGE.get(type(value), ())
+            and (with_defaults or name == "type" or item != defaults[name])
         }
     if isinstance(value, dict):
-        return {str(key): _without_defaults(item) for key, item in value.items()}
+        return {
+            str(key): determining_values(item, with_defaults=with_defaults)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_without_defaults(item) for item in value]
+        return [determining_values(item, with_defaults=with_defaults) for item in value]
     return value if isinstance(value, bool | int | float | None) else str(value)
 
 

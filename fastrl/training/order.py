@@ -28,16 +28,21 @@ class ShuffledItems(Generic[ItemT]):
 
     def take(self, number: int) -> list[ItemT]:
         """The next items; an item repeats only where a pass ends between the two."""
-        taken = []
-        for position in range(self.position, self.position + number):
+        taken = self.following(self.position, number)
+        self.position += number
+        return taken
+
+    def following(self, start: int, number: int) -> list[ItemT]:
+        """The items from a position on, which are not taken by it."""
+        found = []
+        for position in range(start, start + number):
             epoch, place = divmod(position, len(self._items))
             if epoch != self._epoch:
                 self._epoch = epoch
                 self._order = list(range(len(self._items)))
                 seeded(self._seed, epoch).shuffle(self._order)
-            taken.append(self._items[self._order[place]])
-        self.position += number
-        return taken
+            found.append(self._items[self._order[place]])
+        return found
 
 
 def seeded(*parts: Hashable) -> random.Random:

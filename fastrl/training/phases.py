@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fastrl.config.base import UserError
 from fastrl.config.phases import RLPhaseConfig
+from fastrl.config.rollouts import SampledRolloutsConfig, ServerRolloutsConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
@@ -39,7 +40,6 @@ from fastrl.training.order import seeded
 from fastrl.training.reference import with_ref_logprobs
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
-from fastrl.training.sampled_rollouts import SampledRollouts
 from fastrl.training.step_metrics import UpdateMetrics, combine_updates
 from fastrl.training.trainer_state import TrainerState, trained_names
 
@@ -109,17 +109,18 @@ class Phase:
         context.model.head.set_losses(config.losses_of(self.config))
         self.optimizer = build_optimizer(context.model.module, self.config.optimizer)
         self.reference: FrozenPolicy | None = None
-        samples = isinstance(self.source, SampledRollouts)
+        rollouts = self.config.rollouts if isinstance(self.config, RLPhaseConfig) else None
+        samples = isinstance(rollouts, SampledRolloutsConfig)
         if samples and "ref_logprobs" in config.required_columns(self.config):
             self.reference = self._new_reference(config)
         # A folder's stays on the disk.
         is_copy = isinstance(self.config, RLPhaseConfig) and self.config.reference is None
         self._kept_reference = self.reference if is_copy else None
         self.reward_kl = self._build_reward_kl()
+        self._counts_versions = isinstance(rollouts, ServerRolloutsConfig)
         self._recomputes_old = (
-            isinstance(self.config, RLPhaseConfig)
-            and self.config.rollouts.type == "sampler"
-            and self.config.rollouts.old_logprobs == "recompute"
+            isinstance(rollouts, SampledRolloutsConfig)
+            and rollouts.old_logprobs == "recompute"
             and not self._are_on_policy(config)
         )
 
@@ -286,8 +287,10 @@ class Phase:
             layout=parallel.sequence_layout,
         )
         result = []
+        version = self.steps_done if self._counts_versions else None
         for batch in step.batches:
             (whole,) = step.to_kwargs(batch, parallel.micro_sequences, join=True)
+            whole = whole.replace(current_version=version)
             if recomputes_old:
                 whole = whole.replace(old_logprobs=self._context.model.logprobs(whole))
             # What rewards pay for has brought the documents the reference's log-probabilities.
@@ -295,6 +298,7 @@ class Phase:
                 whole = whole.replace(ref_logprobs=self.reference.logprobs(whole))
             is_cut = parallel.micro_sequences > 1
             pieces = step.to_kwargs(batch, parallel.micro_sequences) if is_cut else ()
+            pieces = tuple(piece.replace(current_version=version) for piece in pieces)
             result.append(MicroBatch(whole, pieces))
         return step, result
 

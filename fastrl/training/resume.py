@@ -15,7 +15,7 @@ from typing import Any
 from fastrl.config import RunConfig, UserError, load_config
 from fastrl.training.checkpoint import CONFIG_FILE, has_checkpoint, is_last, latest_checkpoint
 from fastrl.training.context import RunContext
-from fastrl.training.manifest import MAY_CHANGE
+from fastrl.training.manifest import MAY_CHANGE, determining_values
 from fastrl.training.rollouts import RolloutSource
 from fastrl.training.run_folder import LOCK_FILE
 from fastrl.training.trainer_state import TrainerState, read_trainer_state
@@ -153,9 +153,7 @@ def _check_no_other_files(run_dir: Path) -> None:
 
 def _check_same(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
     """Refuses another config in what determines the result; the message has the first keys."""
-    old, new = (
-        _flat(config.model_dump(mode="json", exclude=set(MAY_CHANGE))) for config in (before, now)
-    )
+    old, new = (_flat(determining_values(config)) for config in (before, now))
     differing = [
         f"  `{key}`: {_shown(old, key)} there, {_shown(new, key)} now"
         for key in dict.fromkeys([*old, *new])
@@ -164,10 +162,11 @@ def _check_same(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
     if differing:
         more = len(differing) - _SHOWN_KEYS
         listed = differing[:_SHOWN_KEYS] + ([f"  and {more} more"] if more > 0 else [])
+        others = ", ".join(f"`{key}`" for key in MAY_CHANGE[RunConfig])
         raise UserError(
             f"{run_dir}: a run goes on with the config it began with, which is {CONFIG_FILE} there;"
-            f" only {', '.join(f'`{key}`' for key in MAY_CHANGE)} may be others, but these"
-            " differ:\n" + "\n".join(listed)
+            f" only {others} (and where servers are) may be others, but these differ:\n"
+            + "\n".join(listed)
         )
 
 

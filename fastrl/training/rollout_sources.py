@@ -1,4 +1,4 @@
-"""Where phases get their documents: the environment's answers, the sampler, or rollout files.
+"""Where phases get their documents: the environment's answers, samplers, or rollout files.
 
 Every source is built once and checked before the run begins. The documents of later phases are
 thus in memory from the start; a rollout file that several phases read in the
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastrl.config.base import UserError
 from fastrl.config.phases import AnyPhaseConfig, RLPhaseConfig, SupervisedPhaseConfig
-from fastrl.config.rollouts import FileRolloutsConfig
+from fastrl.config.rollouts import FileRolloutsConfig, ServerRolloutsConfig
 from fastrl.config.training import RunConfig
 from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.data.documents import Document
@@ -25,9 +25,10 @@ from fastrl.training.file_rollouts import FileRollouts, RolloutFiles
 from fastrl.training.order import ShuffledItems
 from fastrl.training.rollouts import Rollouts, RolloutSource
 from fastrl.training.sampled_rollouts import SampledRollouts
+from fastrl.training.server_rollouts import ServerRollouts
 
 
-class SupervisedDocuments:
+class SupervisedDocuments(RolloutSource):
     """Training prompts with the environment's answers, in random order.
 
     Raises:
@@ -134,6 +135,8 @@ def _source(
         columns = config.required_columns(phase)
         return FileRollouts(phase.rollouts, phase.advantage, columns, files, seed)
     assert context.environment is not None
+    if isinstance(phase.rollouts, ServerRolloutsConfig):
+        return ServerRollouts(phase.rollouts, phase.advantage, context, seed, phase.steps)
     return SampledRollouts(
         phase.rollouts,
         phase.advantage,

@@ -55,13 +55,25 @@ class RolloutSource(Protocol):
     longest: int
     digests: Mapping[str, str]
 
+    def start(self) -> None:
+        """Checks what is not of this machine, before the run begins; all processes must call.
+
+        Raises:
+            UserError: on all processes.
+        """
+        return None
+
     def next(self, reward_kl: RewardKL | None = None) -> Rollouts:
-        """The documents of the next step.
+        """The documents of the next step; all processes must call.
 
         Args:
             reward_kl: with `kl_in_reward` of the phase.
         """
         ...
+
+    def close(self) -> None:
+        """Ends what goes on beside the run."""
+        return None
 
 
 def split_groups(documents: list[Document], parts: int) -> list[list[Document]]:

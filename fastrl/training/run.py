@@ -76,6 +76,9 @@ def train(config: RunConfig, run_dir: Path, *, resume: bool = False) -> int:
         if context.environment is not None:
             stack.callback(context.environment.close)
             context.environment.start()
+        for source in (phase.source, *sources.values()):
+            stack.callback(source.close)
+            source.start()
         folder = stack.enter_context(_open_folder(config, run_dir, processes, start, resume=resume))
         writer = _open_writer(config, run_dir, state, start, processes, console)
         display = open_display(console)
@@ -217,6 +220,7 @@ class Trainer:
             if self.state.phase + 1 == len(self._config.phases):
                 break
             self._save()
+            self._phase.source.close()
             index = self.state.phase + 1
             self.state = replace(self.state, phase=index, phase_step=0)
             self._phase = Phase(self._config, index, self._context, self._sources.pop(index))

@@ -280,7 +280,7 @@ def _check_progress(file: Path, progress: _Progress, config: RunConfig) -> None:
     if phase.type == "supervised":
         position = progress.phase_step * phase.documents_per_step
         _check_number(file, "position", progress.position, [position])
-    elif phase.rollouts.type == "sampler":
+    elif phase.rollouts.type != "files":
         position = progress.phase_step * phase.rollouts.prompts_per_step
         _check_number(file, "position", progress.position, [position])
 

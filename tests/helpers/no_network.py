@@ -68,9 +68,11 @@ def run_commands(folder: Path) -> dict[str, int]:
     logs = ["logging.tensorboard=true", "logging.report=true"]
     own = ["tokenizer={type: pretrained}", "environment.prompt='{question}'"]
     runs = {name: str(folder / name) for name in ("sampled", "files", "pretrained", "named")}
+    server = "{type: server, urls: ['http://192.0.2.1'], weights: {folder: served}}"
     named = "model={type: pretrained, path: meta-llama/Llama-3.2-1B}"
     return {
         "config check": run("config", "check", config),
+        "config check of servers": run("config", "check", config, f"phases.1.rollouts={server}"),
         "estimate": run("estimate", config),
         "train": run(*train, *logs, "--run-dir", runs["sampled"]),
         "eval": run("eval", runs["sampled"]),

@@ -40,6 +40,19 @@ def test_the_two_examples_differ_in_the_loss_alone() -> None:
     assert gspo.model_copy(update={"phases": phases, "model": model}) == grpo
 
 
+def test_the_example_with_a_server_differs_in_its_rollouts_alone() -> None:
+    own, served = (
+        load_config(RunConfig, EXAMPLES / f"{name}_grpo.yaml").model_dump()
+        for name in ("transformers", "server")
+    )
+    for config in (own, served):
+        (loss,) = config["phases"][1].pop("losses").values()
+        rollouts = config["phases"][1].pop("rollouts")
+        assert loss["type"] == "grpo"
+        assert (rollouts["prompts_per_step"], rollouts["group_size"]) == (16, 8)
+    assert own == served
+
+
 def test_the_offline_example_goes_on_with_the_model_of_the_first() -> None:
     grpo = load_config(RunConfig, EXAMPLES / "llama_grpo.yaml")
     offline = load_config(RunConfig, EXAMPLES / "offline_grpo.yaml")

@@ -158,8 +158,8 @@ def test_rl14_what_determines_the_result_may_not_change(
         assert run.train(*changes, "dtype=float32") == 2
         assert capsys.readouterr().err == (
             f"fastrl: error: {run.folder}: a run goes on with the config it began with, which is "
-            "config.yaml there; only `parallel`, `device`, `checkpoint`, `logging` may be others, "
-            "but these differ:\n"
+            "config.yaml there; only `parallel`, `device`, `checkpoint`, `logging` (and where "
+            "servers are) may be others, but these differ:\n"
             "  `seed`: 3 there, 9 now\n"
             '  `dtype`: "float64" there, "float32" now\n'
             "  `sampler.max_new_tokens`: 3 there, 2 now\n"
