@@ -393,8 +393,8 @@ def _check_proximal(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossC
         if is_given and phase.rollouts.type == "sampler":
             raise ValueError(
                 f"`phases.{index}` loss `{name}`: `proximal` must go with `rollouts` of type"
-                " `files` or `server`: of what it samples itself, the trainer has the old log-probabilities"
-                " from the first update; leave it out"
+                " `files` or `server`: of what it samples itself, the trainer has the old"
+                " log-probabilities from the first update; leave it out"
             )
 
 
