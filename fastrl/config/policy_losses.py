@@ -65,8 +65,9 @@ class PolicyGradientLossConfig(LossConfig):
             columns -= {"advantages"}
         if self.kl is not None or self.on_policy_distillation is not None:
             columns |= {"ref_logprobs"}
+        has_old = not self.on_policy and self.proximal is None
         for correction in self.all_corrections(has_ratio=True).values():
-            compared = correction.policies - ({"old"} if self.on_policy else set()) - {"current"}
+            compared = correction.policies - {"current", *(() if has_old else ("old",))}
             columns |= {f"{policy}_logprobs" for policy in compared}
         if self.max_staleness is not None:
             columns |= {"model_version"}

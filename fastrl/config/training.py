@@ -300,33 +300,39 @@ class RunConfig(Config):
                     " given; it is for `rollouts` of type `files` whose sampler kept a part"
                 )
             if phase.type == "rl":
-                max_new_tokens = None if from_files else self.sampler.max_new_tokens
-                _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
-                if "advantages" not in columns:
-                    _check_no_advantage(f"`phases.{index}.advantage", phase.advantage, from_files)
-                _check_on_policy(index, phase, losses)
-                _check_proximal(index, phase, losses)
-                if phase.reference is not None and (from_files or "ref_logprobs" not in columns):
-                    raise ValueError(
-                        f"`phases.{index}.reference` has no effect: it is for `rollouts` of type"
-                        " `sampler` or `server`, and `kl`, `kl_in_reward` or distillation; leave it"
-                        " out"
-                    )
-                if isinstance(phase.rollouts, ServerRolloutsConfig):
-                    check_server_rollouts(f"`phases.{index}", phase.rollouts, losses)
-                    if isinstance(self.model, TransformersModelConfig) and self.model.lora:
-                        raise ValueError(
-                            f"{where}: `rollouts` of type `server` must not go with `model.lora`,"
-                            " as servers are given whole weights; use the type `sampler`"
-                        )
-                if phase.share_prefixes:
-                    _check_shared_prefixes(index, self.parallel, self.model)
+                self._check_rl_phase(index, phase, losses)
             if self.environment is None and not from_files:
                 raise ValueError(f"{where} needs an `environment`, which gives its problems")
         names = [self.phase_name(index) for index in range(len(self.phases))]
         if len(set(names)) < len(names):
             raise ValueError(f"`phases` must have different names, got {names}")
         return self
+
+    def _check_rl_phase(
+        self, index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossConfig]
+    ) -> None:
+        columns = self.required_columns(phase)
+        from_files = phase.rollouts.type == "files"
+        max_new_tokens = None if from_files else self.sampler.max_new_tokens
+        _check_advantage(f"`phases.{index}.advantage", phase.advantage, max_new_tokens)
+        if "advantages" not in columns:
+            _check_no_advantage(f"`phases.{index}.advantage", phase.advantage, from_files)
+        _check_on_policy(index, phase, losses)
+        _check_proximal(index, phase, losses)
+        if phase.reference is not None and (from_files or "ref_logprobs" not in columns):
+            raise ValueError(
+                f"`phases.{index}.reference` has no effect: it is for `rollouts` of type `sampler`"
+                " or `server`, and `kl`, `kl_in_reward` or distillation; leave it out"
+            )
+        if isinstance(phase.rollouts, ServerRolloutsConfig):
+            check_server_rollouts(f"`phases.{index}", phase.rollouts, losses)
+            if isinstance(self.model, TransformersModelConfig) and self.model.lora:
+                raise ValueError(
+                    f"`phases.{index}`: `rollouts` of type `server` must not go with `model.lora`,"
+                    " as servers are given whole weights; use the type `sampler`"
+                )
+        if phase.share_prefixes:
+            _check_shared_prefixes(index, self.parallel, self.model)
 
 
 def _learns_from_rollouts(loss: AnyLossConfig, from_files: bool) -> bool:

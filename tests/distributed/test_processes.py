@@ -86,7 +86,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     def started(*overrides: str) -> Job:
         jobs.append(Job(tmp_path, *overrides))
-        jobs[0].wait_for(lambda: len(jobs[0].steps()) > 3)
+        jobs[0].wait_for(lambda: len(jobs[0].steps()) > 3 or jobs[0].torchrun.poll() is not None)
+        if jobs[0].torchrun.poll() is not None:
+            pytest.fail(jobs[0].torchrun.communicate()[1])
         return jobs[0]
 
     yield started
@@ -106,11 +108,12 @@ def test_rl15_all_ranks_stop_after_the_same_step(start: Callable[..., Job]) -> N
 
 
 def test_rl16_a_rank_that_hangs_ends_the_job(start: Callable[..., Job]) -> None:
-    job = start("parallel.timeout=8", "checkpoint.every=2")
+    job = start("parallel.timeout=20", "checkpoint.every=2")
+    job.wait_for((job.run / "checkpoints" / "latest").exists)  # written in the background
     os.kill(job.ranks[1], signal.SIGSTOP)
     _, error = job.torchrun.communicate(timeout=240)
     assert job.torchrun.returncode != 0
-    message = "fastrl: error: rank {} of 2 made no progress for 8 s (`parallel.timeout`)"
+    message = "fastrl: error: rank {} of 2 made no progress for 20 s (`parallel.timeout`)"
     assert message.format(0) in error
     assert message.format(1) not in error
     stack = error.split(message.format(0))[1]

@@ -119,6 +119,8 @@ def train_on_ranks(size: int, run_dir: Path, *arguments: str) -> list[int]:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in {**ranks, **place}.items()})
+        # A fork leaves the pool of torch's threads to be made anew, by one thread at a time.
+        torch.set_num_threads(1)
         return main(["train", *arguments, "--run-dir", str(run_dir), "--resume"])
 
     out = run_dir.with_suffix(".out")

@@ -84,12 +84,15 @@ def changed_run(random: Random, values: Mapping[str, Any], num_changes: int) -> 
 
 
 def _change(random: Random, config: type[Config], values: dict[str, Any]) -> None:
-    """Sets one field of a section, or of one inside of it."""
-    name = random.choice([name for name in config.model_fields if name not in LEFT_OUT])
+    """Sets one field of a section, or of one inside of it, if it has any to set."""
+    names = [name for name in config.model_fields if name not in LEFT_OUT]
+    if not names:
+        return
+    name = random.choice(names)
     field = config.model_fields[name]
     if name == "losses":
-        names = [name for name in LOSSES if name not in ("dpo", "distillation")]
-        values[name] = {f"loss_{i}": draw_loss(random, names) for i in range(random.randint(1, 2))}
+        types = [name for name in LOSSES if name not in ("dpo", "distillation")]
+        values[name] = {f"loss_{i}": draw_loss(random, types) for i in range(random.randint(1, 2))}
         return
     if name == "phases":
         section = random.choice(values["phases"])

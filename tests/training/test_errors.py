@@ -66,7 +66,7 @@ def _error(
         ),
         (
             "phases.1.losses.policy.proximal={weight: 0.5}",
-            "`proximal` must go with `rollouts` of type `files`: of what it samples",
+            "`proximal` must go with `rollouts` of type `files` or `server`: of what it",
         ),
         ("phases.1.losses.b={type: dpo}", "the trainer makes no batches for `type: dpo`"),
         ("phases.1.losses.b={type: distillation}", "makes no batches for `type: distillation`"),

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, Document, kernels
 from fastrl.layers.language_model_head import LanguageModelHead
-from tests.helpers.loss_cases import BY_NAME, CASES, pack, policy_documents, preference_documents
+from tests.helpers.loss_cases import (
+    BY_NAME,
+    CASES,
+    pack,
+    policy_documents,
+    preference_documents,
+    with_weights,
+)
 from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 
 # Losses whose work is in the kernels; the others take passes of their own in PyTorch.
@@ -81,4 +88,4 @@ def test_all_losses_in_one_pass_through_the_kernels(strategy: str, device: torch
         name: dict(config) | {"weight": 1 / (number + 2)}
         for number, (name, config) in enumerate(TOGETHER[strategy].items())
     }
-    assert_as_in_float64(losses, policy_documents(), strategy, device)
+    assert_as_in_float64(losses, with_weights(policy_documents()), strategy, device)
