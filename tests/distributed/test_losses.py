@@ -212,7 +212,7 @@ def test_a_policy_is_its_own_old_one_on_ranks_too(ranks: RankPool, layout: Ranks
     ranks(run_both_policies, layout.world_size, layout)
 
 
-def assert_equal(name: str, actual: Result, expected: Result, tolerance: float = 1e-9) -> None:
+def assert_equal(name: str, actual: Result, expected: Result, tolerance: float = 1e-10) -> None:
     assert actual.metrics.keys() == expected.metrics.keys(), name
     pairs = {
         field: (getattr(actual, field), getattr(expected, field))
