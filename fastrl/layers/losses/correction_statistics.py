@@ -47,5 +47,7 @@ def bounds(entry: CorrectionConfig) -> tuple[float, float]:
 
 def within(values: Tensor, entry: CorrectionConfig) -> Tensor:  # [T]
     """Whether a statistic is within the bounds."""
-    low, high = bounds(entry)
-    return (values >= low) & (values <= high)
+    if entry.low is None:
+        return values <= bounds(entry)[1]
+    above = values >= entry.low
+    return above if entry.high is None else above & (values <= entry.high)

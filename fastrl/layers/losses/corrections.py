@@ -68,16 +68,16 @@ class Corrections:
             if entry.aggregate == "mean":
                 values = per_document_mean(values, self.inputs.batch)
             held = statistic(values, entry)
-            if entry.level == "batch":
-                assert entry.high is not None
-                kept = mean_at_most(values, self.inputs.mask, entry.high, groups)
-            else:
-                kept = values == 0 if entry.aggregate == "any" else within(held, entry)
             if entry.mode == "truncate":
                 factor = held.clamp(*bounds(entry))
             elif entry.mode == "mask":
-                factor = torch.where(kept, held, 0)
+                factor = torch.where(within(held, entry), held, 0)
+            elif entry.level == "batch":
+                assert entry.high is not None
+                kept = mean_at_most(values, self.inputs.mask, entry.high, groups)
+                factor = kept.to(advantages.dtype)
             else:
+                kept = values == 0 if entry.aggregate == "any" else within(held, entry)
                 factor = kept.to(advantages.dtype)
             if entry.advantage != "any":
                 acts = advantages < 0 if entry.advantage == "negative" else advantages > 0

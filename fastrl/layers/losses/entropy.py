@@ -39,12 +39,17 @@ class EntropyBonus:
         """Whether the bonus may be non-zero in any step; follows from the config."""
         return self.factor > 0 or self.adaptive is not None
 
-    def term(self, kept_entropy: Tensor | None, batch: BatchKwargs) -> Tensor | float:  # [T]
-        """What is subtracted from the loss: factor * mean over the labels of the step."""
+    def subtracted(
+        self,
+        loss: Tensor,
+        kept_entropy: Tensor | None,  # [T]
+        batch: BatchKwargs,
+    ) -> Tensor:
+        """The loss - factor * mean over the labels of the step."""
         if kept_entropy is None:
-            return 0.0
+            return loss
         total = weighted_tokens(kept_entropy, batch, batch.stream).sum()
-        return self.value * (total / at_least_one(batch.num_labels_in_batch))
+        return loss - self.value * (total / at_least_one(batch.num_labels_in_batch))
 
     def end_step(self, entropy: float) -> None:
         """Updates the factor from the mean entropy of the whole optimizer step (nats)."""

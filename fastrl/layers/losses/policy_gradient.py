@@ -95,4 +95,4 @@ class LanguageModelPolicyGradientLoss(PolicyPreparation[PolicyGradientConfigT]):
     def value(self, terms: PolicyTerms, batch: BatchKwargs) -> Tensor:
         """The loss of prepared terms, a scalar."""
         loss = self.normalise(weighted(self.surrogate(terms), terms), batch)
-        return loss - self.entropy_bonus.term(terms.kept_entropy, batch)
+        return self.entropy_bonus.subtracted(loss, terms.kept_entropy, batch)

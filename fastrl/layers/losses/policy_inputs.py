@@ -62,9 +62,10 @@ def policy_inputs(
     """
     mask = batch.labels != -100
     logprobs = masked(statistics.logprobs, mask)
-    advantages = torch.zeros_like(logprobs)
     if distillation is None or distillation.rewards:
         advantages = required(batch.advantages, "advantages", loss)
+    else:
+        advantages = torch.zeros_like(logprobs)
     if distillation is not None:
         reason = " with `on_policy_distillation`"
         teacher = required(batch.ref_logprobs, "ref_logprobs", loss, reason)
