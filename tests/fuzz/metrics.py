@@ -117,7 +117,8 @@ def _labels(config: PolicyGradientLossConfig, tokens: Tokens) -> Iterator[_Label
     assert tokens.old_logprobs is not None
     kept = top_entropy_slots(tokens, options)
     if config.type == "clip_cov":
-        kept -= covariances_to_drop(tokens, options)
+        # The advantages are those with the teacher already.
+        kept -= covariances_to_drop(tokens, options | {"on_policy_distillation": None})
     for slots in documents(tokens.document_index, tokens.labels):
         own = {t: tokens.advantages[t].item() for t in slots}
         document = mean(list(own.values()))

@@ -314,16 +314,16 @@ def clip_cov(tokens: Tokens, options: Options) -> Tensor:
 def covariances_to_drop(tokens: Tokens, options: Options) -> set[int]:
     """The tokens of largest covariance of those within its bounds that the clip leaves."""
     tokens = with_old_policy(tokens, options)
+    advantages = advantages_of(tokens, options)
 
     def is_eligible(t: int, covariance: float) -> bool:
         assert tokens.old_logprobs is not None
-        assert tokens.advantages is not None
         if not options["covariance_low"] < covariance < options["covariance_high"]:
             return False
         ratio = bounded_exp(tokens.logprobs[t] - tokens.old_logprobs[t])
-        if tokens.advantages[t] > 0:
+        if advantages[t] > 0:
             return bool(ratio <= 1 + options["epsilon_high"])
-        if tokens.advantages[t] < 0:
+        if advantages[t] < 0:
             limit = math.inf if options["delta"] is None else options["delta"]
             return bool(1 - options["epsilon_low"] <= ratio <= limit)
         return True
@@ -348,16 +348,20 @@ def kl_cov(tokens: Tokens, options: Options) -> Tensor:
 def largest_covariances(
     tokens: Tokens, options: Options, is_eligible: Callable[[int, float], bool]
 ) -> set[int]:
-    """The max(floor(fraction N), 1) eligible of N labels with the largest covariance."""
-    assert tokens.advantages is not None
+    """The max(floor(fraction N), 1) eligible of N labels with the largest covariance.
+
+    And those with as large a one as the last of them.
+    """
     slots = [t for some in documents(tokens.document_index, tokens.labels) for t in some]
     logprobs = {t: tokens.logprobs[t].item() for t in slots}
-    advantages = {t: tokens.advantages[t].item() for t in slots}
+    of_all = advantages_of(tokens, options)
+    advantages = {t: of_all[t].item() for t in slots}
     mean_logprob = math.fsum(logprobs.values()) / max(len(slots), 1)
     mean_advantage = math.fsum(advantages.values()) / max(len(slots), 1)
     values = {t: (logprobs[t] - mean_logprob) * (advantages[t] - mean_advantage) for t in slots}
     eligible = sorted((t for t in slots if is_eligible(t, values[t])), key=lambda t: -values[t])
-    return set(eligible[: max(math.floor(options["fraction"] * len(slots)), 1)])
+    chosen = eligible[: max(math.floor(options["fraction"] * len(slots)), 1)]
+    return {t for t in eligible if values[t] >= values[chosen[-1]]}
 
 
 def policy_gradient(

@@ -85,14 +85,14 @@ def covariances(
 ) -> tuple[Tensor, Tensor]:  # [T], []
     """c_t = (logp_t - mean logp) (A_t - mean A), detached, and the number of labels.
 
-    Means are over the labels of all ranks of `groups`: sums in float64, one all-reduce.
+    Means are over the labels of all ranks of `groups`, in one all-reduce. In float64: those of two
+    labels are equal, and so both of the largest or none, which rounding must not decide.
     """
-    columns = (terms.logprobs.detach(), terms.token_advantages)
-    sums = torch.stack([wide(each).sum() for each in (*columns, terms.mask)])
+    columns = [wide(x) for x in (terms.logprobs.detach(), terms.token_advantages, terms.mask)]
+    sums = torch.stack([each.sum() for each in columns])
     sum_over_ranks_(sums, groups)
     means = sums[:2] / sums[2].clamp(min=1)
-    logprobs, advantages = (x - mean.to(x.dtype) for x, mean in zip(columns, means, strict=True))
-    return logprobs * advantages, sums[2]
+    return (columns[0] - means[0]) * (columns[1] - means[1]), sums[2]
 
 
 def chosen_of(count: Tensor, fraction: float) -> Tensor:  # []
