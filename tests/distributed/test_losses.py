@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, LanguageModelHead, TokenBatch
 from fastrl.config import LanguageModelHeadConfig
 from fastrl.data.slices import shard_slots
+from fastrl.data.token_sampling import with_sampled_tokens
 from fastrl.functional.head.distillation import Teacher
 from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
@@ -53,8 +54,13 @@ class Result:
     metrics: dict[str, Tensor]
 
 
+# Half of its labels are drawn.
+DRAWN = LossCase("drawn", {"type": "grpo", "entropy": {"bonus": 0.1}})
+
+
 def token_batch(case: LossCase) -> TokenBatch:
-    return TokenBatch.from_documents(case.documents(), pad_to_multiple=PAD_TO_MULTIPLE)
+    batch = TokenBatch.from_documents(case.documents(), pad_to_multiple=PAD_TO_MULTIPLE)
+    return with_sampled_tokens(batch, 0.5, seed=3) if case == DRAWN else batch
 
 
 def whole_batch(case: LossCase) -> tuple[BatchKwargs, Tensor]:
@@ -205,6 +211,12 @@ def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> No
     for name, results in zip(names, zip(*answers, strict=True), strict=True):
         actual, expected = assemble(layout, list(results)), one_process(BY_NAME[name])
         assert_equal(name, actual, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_drawn_labels_are_those_of_one_process(ranks: RankPool, layout: Ranks) -> None:
+    results = ranks(run_case, layout.world_size, DRAWN, layout)
+    assert_equal("drawn", assemble(layout, results), one_process(DRAWN))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
