@@ -117,8 +117,9 @@ def test_rl16_a_rank_that_hangs_ends_the_job(start: Callable[..., Job]) -> None:
     assert message.format(0) in error
     assert message.format(1) not in error
     stack = error.split(message.format(0))[1]
-    assert "in step" in stack
-    assert "all_reduce" in stack
+    # In the step, or where ranks agree before and after it.
+    assert "fastrl/training/run.py" in stack
+    assert "torch/distributed/" in stack
     assert not any(is_running(pid) for pid in job.ranks)
     assert (job.run / "checkpoints" / "latest").exists()
 
