@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastrl.config import LanguageModelHeadConfig, LlamaConfig
-    from fastrl.data.batch import BatchCounts, TokenBatch
+    from fastrl.data.batch import TokenBatch
+    from fastrl.data.counts import BatchCounts
     from fastrl.data.documents import Document
     from fastrl.data.step import OptimizerStep
     from fastrl.environments import Environment, Problem
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BatchCounts": "fastrl.data.batch",
+    "BatchCounts": "fastrl.data.counts",
     "BatchKwargs": "fastrl.functional.batch",
     "Document": "fastrl.data.documents",
     "DraftHeads": "fastrl.layers.draft_heads",

@@ -95,10 +95,15 @@ def less_best_without(rewards: Sequence[float], k: int) -> list[float]:
 
 def sample_std(rewards: Sequence[float]) -> float:
     """The sample standard deviation (n - 1), 0 of fewer than two."""
+    return sqrt(sample_variance(rewards))
+
+
+def sample_variance(rewards: Sequence[float]) -> float:
+    """The sample variance (n - 1), 0 of fewer than two."""
     if len(rewards) < 2:
         return 0.0
     mean = fsum(rewards) / len(rewards)
-    return sqrt(fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
 
 
 def _is_uniform(rewards: Sequence[float]) -> bool:

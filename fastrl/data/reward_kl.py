@@ -44,7 +44,15 @@ def with_kl_in_rewards(
     References:
         Ouyang et al., arXiv:2203.02155, equation 2; Liu et al., arXiv:2510.01555.
     """
-    estimates = kl_of_labels(documents, estimator, bound)
+    return less_kl(documents, coefficient, kl_of_labels(documents, estimator, bound))
+
+
+def less_kl(
+    documents: Sequence[Document],
+    coefficient: float,
+    estimates: Sequence[Sequence[float] | None],
+) -> list[Document]:
+    """`with_kl_in_rewards` with the estimates of `kl_of_labels`."""
     totals: defaultdict[Hashable, list[float]] = defaultdict(list)
     for key, values in zip(rollout_keys(documents), estimates, strict=True):
         totals[key] += values or []
@@ -76,7 +84,15 @@ def with_kl_to_go(
     References:
         REINFORCE++, arXiv:2501.03262.
     """
-    estimates = kl_of_labels(documents, estimator, bound)
+    return less_kl_to_go(documents, coefficient, kl_of_labels(documents, estimator, bound))
+
+
+def less_kl_to_go(
+    documents: Sequence[Document],
+    coefficient: float,
+    estimates: Sequence[Sequence[float] | None],
+) -> list[Document]:
+    """`with_kl_to_go` with the estimates of `kl_of_labels`."""
     to_come: defaultdict[Hashable, float] = defaultdict(float)
     result = list(documents)
     for number, key in reversed(list(enumerate(rollout_keys(documents)))):

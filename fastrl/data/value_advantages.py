@@ -10,6 +10,7 @@ from math import fsum, sqrt
 from fastrl.data.advantages import without_labels
 from fastrl.data.checks import check_document
 from fastrl.data.documents import Document, DocumentError
+from fastrl.data.group_estimators import sample_variance
 from fastrl.data.token_values import as_token_values, values_of_labels
 
 
@@ -137,8 +138,7 @@ def _whitened(advantages: Mapping[int, Sequence[float]]) -> dict[int, list[float
     if len(set(every)) < 2:
         return {number: [0.0] * len(values) for number, values in advantages.items()}
     mean = fsum(every) / len(every)
-    variance = fsum((value - mean) ** 2 for value in every) / (len(every) - 1)
-    scale = 1 / sqrt(variance + 1e-8)
+    scale = 1 / sqrt(sample_variance(every) + 1e-8)
     return {
         number: [(value - mean) * scale for value in values]
         for number, values in advantages.items()

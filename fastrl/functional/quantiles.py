@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastrl.functional.metrics import wide
 from fastrl.parallel import sum_over_ranks_
 
 _DIGIT_BITS = 8
@@ -118,8 +119,7 @@ def mean_at_most(
     # What is dropped exceeds the bound by at least what the sum of all does. Only values above the
     # bound are dropped, so that their excess, never negative, can be counted from the top.
     values = torch.where(mask, values, 0)
-    excess = values - bound
-    excess = excess if values.device.type == "mps" else excess.double()
+    excess = wide(values - bound)
     below = torch.where(mask, excess.clamp(max=0), 0).sum()[None]
     sum_over_ranks_(below, groups)
     above = torch.where(mask, excess.clamp(min=0), 0)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastrl.functional.value_checks import require_all
+
 if TYPE_CHECKING:
     from fastrl.functional.batch import BatchKwargs, RowSet
 
@@ -64,9 +66,7 @@ def _require(
     holds: Tensor,  # [T]
     what: str,
 ) -> None:
-    message = f"`{name}` must be {what}"
-    if holds.is_cuda:
-        torch._assert_async(holds.all(), message + _REMEDY)
-    elif not bool(holds.all()):
-        wrong = int((~holds).nonzero()[0])
-        raise ValueError(f"{message}, which row {wrong} contradicts{_REMEDY}")
+    def found() -> str:
+        return f", which row {int((~holds).nonzero()[0])} contradicts"
+
+    require_all(holds, f"`{name}` must be {what}", found, _REMEDY)

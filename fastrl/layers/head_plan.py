@@ -277,6 +277,15 @@ def _at_scale(batch: BatchKwargs, scale: float) -> BatchKwargs:
     return batch if scale == 1 else batch.replace(temperature=batch.temperature / scale)
 
 
+def check_is_batch(batch: BatchKwargs) -> None:
+    """Refuses what a caller without type checks passes instead."""
+    if not isinstance(batch, BatchKwargs):
+        raise TypeError(
+            f"`batch` must be a BatchKwargs, got a {type(batch).__name__}; a TokenBatch gives"
+            " one by `to_kwargs`."
+        )
+
+
 def own_tokens(batch: BatchKwargs, groups: ParallelGroups) -> BatchKwargs:
     """The tokens of this rank's head: its slice where the head splits them.
 

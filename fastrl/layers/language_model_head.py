@@ -36,6 +36,7 @@ from fastrl.kernels.arguments import LogitTransform
 from fastrl.layers.head_plan import (
     HeadPlan,
     OperandFacts,
+    check_is_batch,
     head_splits_tokens,
     plan_head,
     weight_rows,
@@ -308,11 +309,7 @@ class LanguageModelHead(nn.Module):
     ) -> HeadOperands:
         """What is multiplied: this head's parameters, or what the call was given."""
         check_tensor("hidden_states", hidden_states)
-        if not isinstance(batch, BatchKwargs):
-            raise TypeError(
-                f"`batch` must be a BatchKwargs, got a {type(batch).__name__}; a TokenBatch gives"
-                " one by `to_kwargs`."
-            )
+        check_is_batch(batch)
         if hidden_states.ndim > 2:
             hidden_states = hidden_states.flatten(0, -2)
         if not self.owns_weight:

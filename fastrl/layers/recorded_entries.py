@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from fastrl.config.losses import DistillationLossConfig, KeepSetConfig
 from fastrl.functional.batch import ENTRIES, BatchKwargs
 from fastrl.functional.kept_tokens import KeptTokens
+from fastrl.functional.value_checks import require_all
 from fastrl.layers.losses import LanguageModelLoss
 
 
@@ -49,10 +48,9 @@ def _with_entries(name: str, option: str, batch: BatchKwargs) -> BatchKwargs:
         empty = KeptTokens(ids=none, slots=none, num_slots=batch.num_tokens, logprobs=logprobs)
         return batch.replace(**{name: empty})
     has_record = (batch.labels == -100) | entries.has_entry()
-    message = f"{message} for every label"
-    if has_record.is_cuda:
-        torch._assert_async(has_record.all(), message)
-    elif not bool(has_record.all()):
-        slot = int((~has_record).nonzero()[0])
-        raise ValueError(f"{message}, got none for slot {slot}.")
+
+    def found() -> str:
+        return f", got none for slot {int((~has_record).nonzero()[0])}."
+
+    require_all(has_record, f"{message} for every label", found)
     return batch

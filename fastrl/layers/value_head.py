@@ -15,7 +15,7 @@ from fastrl.functional.head.checks import FLOAT_DTYPES, check_tensor
 from fastrl.functional.linear_values import linear_values
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.functional.streams import of_stream
-from fastrl.layers.head_plan import head_splits_tokens, own_tokens
+from fastrl.layers.head_plan import check_is_batch, head_splits_tokens, own_tokens
 from fastrl.layers.losses.value import ValueLoss
 from fastrl.parallel import ParallelGroups, gather_first_dim, group_rank, group_size
 
@@ -123,11 +123,7 @@ class ValueHead(nn.Module):
         return ValueOutput(loss, metrics, values)
 
     def _checked_weight(self, hidden_states: Tensor, batch: BatchKwargs) -> Tensor:
-        if not isinstance(batch, BatchKwargs):
-            raise TypeError(
-                f"`batch` must be a BatchKwargs, got a {type(batch).__name__}; a TokenBatch gives"
-                " one by `to_kwargs`."
-            )
+        check_is_batch(batch)
         if isinstance(self.weight, DTensor):
             raise TypeError(
                 "`weight` must be whole, got a DTensor; call the value head inside the module that"

@@ -10,7 +10,7 @@ from statistics import fmean
 from fastrl.config.advantages import AdvantageConfig, KLInRewardConfig, OverlongShapingConfig
 from fastrl.data.advantages import with_group_advantages
 from fastrl.data.documents import Document
-from fastrl.data.reward_kl import kl_of_labels, with_kl_in_rewards, with_kl_to_go
+from fastrl.data.reward_kl import kl_of_labels, less_kl, less_kl_to_go
 from fastrl.data.reward_shaping import completion_length, overlong_punishment
 from fastrl.data.rollout_rewards import rollout_keys
 from fastrl.data.token_advantages import (
@@ -59,8 +59,9 @@ def with_advantages(
         shaped = _with_clamped_rewards(shaped, *config.reward_clamp)
     if config.shaping is not None and documents:
         shaped, metrics = _with_shaping(shaped, config.shaping, max_new_tokens)
+    estimates: list[list[float] | None] = []
     if reward_kl is not None:
-        shaped, kl_metrics = _with_reward_kl(shaped, reward_kl)
+        shaped, estimates, kl_metrics = _with_reward_kl(shaped, reward_kl)
         metrics |= kl_metrics
     if config.baseline == "optimal_token":
         relative = with_optimal_token_advantages(shaped)
@@ -72,10 +73,8 @@ def with_advantages(
             pass_at=config.pass_at,
             reward_weights=reward_weights,
         )
-    kl = config.kl_in_reward
-    if kl is not None and kl.level == "token":
-        coefficient = metrics["reward_kl_coefficient"]
-        relative = with_kl_to_go(relative, coefficient, estimator=kl.estimator, bound=kl.clamp)
+    if config.kl_in_reward is not None and config.kl_in_reward.level == "token":
+        relative = less_kl_to_go(relative, metrics["reward_kl_coefficient"], estimates)
     if config.whiten != "none":
         relative = with_whitened_advantages(relative, config.whiten)
     if config.clamp is not None:
@@ -120,15 +119,16 @@ def _with_shaping(
 
 def _with_reward_kl(
     documents: Sequence[Document], reward_kl: RewardKL
-) -> tuple[list[Document], dict[str, float]]:
-    """Documents with what the KL needs, at level `document` in their rewards, and its metrics."""
+) -> tuple[list[Document], list[list[float] | None], dict[str, float]]:
+    """Documents with the KL in their rewards at level `document`, its estimates and metrics."""
     kl, coefficient = reward_kl.config, reward_kl.coefficient.value
     result = list(documents)
     if reward_kl.reference is not None:
         result = reward_kl.reference(result)
-    estimates = [values for values in kl_of_labels(result, kl.estimator, kl.clamp) if values]
-    mean = fmean([each for values in estimates for each in values]) if estimates else 0.0
-    reward_kl.coefficient.end_step(mean, len(estimates))
+    estimates = kl_of_labels(result, kl.estimator, kl.clamp)
+    with_labels = [values for values in estimates if values]
+    mean = fmean([each for values in with_labels for each in values]) if with_labels else 0.0
+    reward_kl.coefficient.end_step(mean, len(with_labels))
     if kl.level == "document":
-        result = with_kl_in_rewards(result, coefficient, estimator=kl.estimator, bound=kl.clamp)
-    return result, {"reward_kl": mean, "reward_kl_coefficient": coefficient}
+        result = less_kl(result, coefficient, estimates)
+    return result, estimates, {"reward_kl": mean, "reward_kl_coefficient": coefficient}

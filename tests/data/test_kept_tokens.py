@@ -18,7 +18,7 @@ from fastrl.data.equal_batches import equal_batches
 from fastrl.data.rollouts import read_rollouts, write_rollouts
 from fastrl.functional.head import gathered
 from fastrl.functional.kept_tokens import KeptTokens
-from tests.helpers.loss_cases import pack, policy_documents
+from tests.helpers.loss_documents import pack, policy_documents
 from tests.helpers.loss_heads import capped_head, random_hidden
 
 

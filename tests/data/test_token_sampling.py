@@ -13,9 +13,9 @@ from torch import Tensor
 from fastrl import Document, LanguageModelHead, OptimizerStep, TokenBatch
 from fastrl.data.token_sampling import token_draws, with_sampled_tokens
 from fastrl.functional.reference import losses as reference_losses
-from tests.helpers.loss_cases import (
+from tests.helpers.loss_cases import LossCase
+from tests.helpers.loss_documents import (
     CURRENT_VERSION,
-    LossCase,
     pack,
     policy_documents,
     random_statistics,

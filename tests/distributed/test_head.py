@@ -17,6 +17,7 @@ from fastrl.functional.head.checks import check_inputs
 from fastrl.functional.head.sharding import finish_weight_gradient, rows_with_gradient
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.functional.reference.tokens import Tokens
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
 from tests.helpers.head_runs import FEW_RUNS, LOSSES, RUNS, assert_same_result, runs_on
@@ -137,7 +138,7 @@ def test_one_process_is_the_definition(case_name: str, name: str) -> None:
     )
     logprobs = reference.token_statistics(z, kwargs.labels)[0]
     vectors = {column: getattr(kwargs, column) for column in COLUMNS}
-    tokens = reference_losses.Tokens(
+    tokens = Tokens(
         labels=kwargs.labels,
         document_index=kwargs.document_index,
         logprobs=logprobs,

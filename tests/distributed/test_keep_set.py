@@ -13,7 +13,7 @@ from fastrl.config import LanguageModelHeadConfig
 from fastrl.parallel import group_rank, group_size, vocab_shard
 from tests.helpers.keep_sets import KEEP, recorded_entries
 from tests.helpers.layouts import Ranks
-from tests.helpers.loss_cases import pack, policy_documents
+from tests.helpers.loss_documents import pack, policy_documents
 from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 from tests.helpers.ranks import RankPool
 

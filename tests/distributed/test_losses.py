@@ -16,15 +16,8 @@ from fastrl.functional.head.distillation import Teacher
 from fastrl.layers.losses import reduce_metrics
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 from tests.helpers.layouts import Ranks
-from tests.helpers.loss_cases import (
-    BOTH_POLICIES,
-    BY_NAME,
-    CASES,
-    LossCase,
-    policy_documents,
-    widen,
-    with_weights,
-)
+from tests.helpers.loss_cases import BOTH_POLICIES, BY_NAME, CASES, LossCase
+from tests.helpers.loss_documents import policy_documents, widen, with_weights
 from tests.helpers.loss_heads import (
     capped_head,
     close_to_policy,

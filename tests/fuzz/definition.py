@@ -15,7 +15,9 @@ from torch import Tensor
 from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
-from fastrl.functional.reference.losses import Tokens
+from fastrl.functional.reference.divergences import recorded_divergence, token_divergence
+from fastrl.functional.reference.tokens import Tokens
+from fastrl.functional.reference.tokens import of_stream as reference_of_stream
 from tests.fuzz.cases import VERSION, WEIGHTS, FuzzCase
 from tests.fuzz.metrics import metrics_of
 
@@ -81,7 +83,7 @@ def definition(
         pieces += used
         options = config.model_dump()
         if config.stream is not None:
-            tokens = reference_losses.of_stream(tokens, config.stream)
+            tokens = reference_of_stream(tokens, config.stream)
         value = products.sum() * 0  # of no label, where means are 0 / 0
         if bool((tokens.labels != -100).any()):
             value = reference_losses.LOSSES[config.type](tokens, options)
@@ -250,9 +252,7 @@ def _divergence(
             values.append(products[t, 0] * 0)
             if label != -100:
                 ids, logprobs = columns["teacher"][t]
-                values[t] = reference_losses.recorded_divergence(
-                    z[t], ids, logprobs, config.divergence, config.beta
-                )
+                values[t] = recorded_divergence(z[t], ids, logprobs, config.divergence, config.beta)
         return torch.stack(values)
     teacher = case.teacher(torch.cat([text.teacher_hidden for text in case.texts]), slice(None))
     assert teacher is not None
@@ -267,7 +267,7 @@ def _divergence(
     )
     return torch.stack(
         [
-            reference_losses.token_divergence(a, b, config.divergence, config.beta)
+            token_divergence(a, b, config.divergence, config.beta)
             for a, b in zip(z, z_teacher, strict=True)
         ]
     )

@@ -20,18 +20,17 @@ from fastrl.config.losses import (
     ZLossConfig,
 )
 from fastrl.functional.reference.head import documents
-from fastrl.functional.reference.losses import (
-    BOUND,
-    Tokens,
+from fastrl.functional.reference.losses import covariances_to_drop
+from fastrl.functional.reference.policy_gradient import (
     advantages_of,
     correction_weights,
-    covariances_to_drop,
     kl_estimate,
     token_ratio,
     token_weight,
     top_entropy_slots,
     with_old_policy,
 )
+from fastrl.functional.reference.tokens import BOUND, Tokens
 from tests.fuzz.cases import VERSION
 
 # The level of the ratio of each loss, if its config has none.

@@ -16,6 +16,7 @@ from fastrl.config import (
 )
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.functional.reference.tokens import Tokens
 
 VOCAB_SIZE = 33
 HIDDEN_SIZE = 5
@@ -97,7 +98,7 @@ def _reference_term(loss: LossConfig, logprobs: Tensor, batch: BatchKwargs) -> T
     assert isinstance(loss, CrossEntropyLossConfig | GRPOLossConfig | GSPOLossConfig)
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    tokens = reference_losses.Tokens(
+    tokens = Tokens(
         labels=batch.labels,
         document_index=batch.document_index,
         logprobs=logprobs,

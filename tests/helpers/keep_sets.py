@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs
-from tests.helpers.loss_cases import VOCAB_SIZE
+from tests.helpers.loss_documents import VOCAB_SIZE
 
 KEEP: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 4},

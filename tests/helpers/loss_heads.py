@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, LanguageModelHead, LanguageModelHeadConfig
 from fastrl.functional.head.distillation import Teacher
-from tests.helpers.loss_cases import VOCAB_SIZE
+from tests.helpers.loss_documents import VOCAB_SIZE
 
 HIDDEN_SIZE = 5
 PADDED = 33

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastrl import BatchKwargs, Document, LanguageModelHead
 from fastrl.functional.reference import losses as reference
+from fastrl.functional.reference.tokens import Tokens
 from tests.helpers.batches import pack
 
 
@@ -61,7 +62,7 @@ def own_loss(head: LanguageModelHead, logprobs: Tensor, batch: BatchKwargs) -> T
     """The head's losses of the model's log-probabilities, by their definition."""
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    tokens = reference.Tokens(
+    tokens = Tokens(
         labels=batch.labels,
         document_index=batch.document_index,
         logprobs=logprobs,

@@ -13,6 +13,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.reference import head as reference
 from fastrl.functional.reference import heads as reference_heads
 from fastrl.functional.reference import losses as reference_losses
+from fastrl.functional.reference.tokens import Tokens
 from fastrl.functional.statistics import TokenStatistics
 from tests.helpers.loss_heads import HIDDEN_SIZE
 
@@ -63,9 +64,7 @@ def value_reference(hidden: Tensor, weight: Tensor, batch: BatchKwargs, options:
     values = hidden @ weight[0]
     assert batch.values is not None
     assert batch.returns is not None
-    tokens = reference_losses.Tokens(
-        batch.labels, batch.document_index, values * 0, group_index=batch.group_index
-    )
+    tokens = Tokens(batch.labels, batch.document_index, values * 0, group_index=batch.group_index)
     loss = reference_heads.value_loss(values, batch.values, batch.returns, tokens, options)
     weighted: Tensor = options["weight"] * loss
     return weighted
@@ -108,7 +107,7 @@ def draft_reference(
                 if config.loss.divergence == "reverse_kl":
                     target, drafted = drafted, target
                 divergence[t] = (target.exp() * (target - drafted)).sum()
-        tokens = reference_losses.Tokens(
+        tokens = Tokens(
             labels,
             kwargs.document_index,
             statistics.logprobs,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastrl.layers.losses import build_loss
-from tests.helpers.loss_cases import LossCase, pack, policy_documents, random_statistics
+from tests.helpers.loss_cases import LossCase
+from tests.helpers.loss_documents import pack, policy_documents, random_statistics
 from tests.helpers.peer_packages import peer_module
 
 distillation = peer_module("verl.trainer.distillation.losses")

@@ -18,7 +18,8 @@ from fastrl.data.padded import documents_from_padded, padded_from_documents
 from fastrl.data.rollouts import read_rollouts, write_rollouts
 from fastrl.data.slices import Layout, shard_slots, split_multiple
 from fastrl.layers.losses import build_loss
-from tests.helpers.loss_cases import BY_NAME, CURRENT_VERSION
+from tests.helpers.loss_cases import BY_NAME
+from tests.helpers.loss_documents import CURRENT_VERSION
 from tests.properties.documents import NAMES, Facts, facts, labelled, many
 from tests.properties.profile import examples
 

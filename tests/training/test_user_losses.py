@@ -21,7 +21,7 @@ from fastrl.data.rollouts import write_rollouts
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss
 from fastrl.training.log_files import iter_metrics
 from tests.helpers.batches import content_hidden, pack, ragged_documents
-from tests.helpers.loss_cases import policy_documents
+from tests.helpers.loss_documents import policy_documents
 from tests.helpers.runs import tiny, write_tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_loss.md"

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands
 from fastrl.functional.head.matmul import accumulation_dtype
+from fastrl.functional.value_checks import require_all
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
 
@@ -165,11 +166,11 @@ def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_
     _check_device("labels", labels, "hidden_states", hidden_states)
     valid = ((labels >= 0) & (labels < vocab_size)) | (labels == -100)
     message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
-    if labels.is_cuda:
-        torch._assert_async(valid.all(), message)
-    elif not bool(valid.all()):
-        wrong = labels[~valid][0].item()
-        raise ValueError(f"{message}, got {wrong}; is `vocab_size` that of the tokenizer?")
+
+    def found() -> str:
+        return f", got {labels[~valid][0].item()}; is `vocab_size` that of the tokenizer?"
+
+    require_all(valid, message, found)
 
 
 def _check_transform(transform: LogitTransform, labels: Tensor) -> None:

@@ -19,7 +19,7 @@ class RecordedEntries:
         rows: [N] of 0 to R - 1; R for an entry that is not there.
         index: [N] the same, and any row for an entry that is not there.
         columns: [N] weight row of each.
-        is_double: [N] the same entry of the same row stands before it.
+        is_there: [N] of this rank's weight rows, and the first of its row with its column.
         is_label: [N] of its row.
         offsets: [R + 1] where each row's entries begin.
     """
@@ -27,7 +27,7 @@ class RecordedEntries:
     rows: Tensor
     index: Tensor
     columns: Tensor
-    is_double: Tensor
+    is_there: Tensor
     is_label: Tensor
     offsets: Tensor
 
@@ -57,7 +57,7 @@ def recorded_entries(
     key = torch.where(is_here, row * num_columns + column, num_rows * num_columns).sort()[0]
     row, column = key // num_columns, key % num_columns
     index = row.clamp(max=max(num_rows - 1, 0))
-    is_double = torch.zeros_like(key, dtype=torch.bool)
-    is_double[1:] = key[1:] == key[:-1]
+    is_there = row < num_rows
+    is_there[1:] &= key[1:] != key[:-1]
     offsets = torch.searchsorted(row, torch.arange(num_rows + 1, device=rows.device))
-    return RecordedEntries(row, index, column, is_double, labels[index] == column, offsets)
+    return RecordedEntries(row, index, column, is_there, labels[index] == column, offsets)

@@ -9,6 +9,7 @@ from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.distillation import LOWEST_LOGPROB, Divergence, column_divergence
 from fastrl.functional.head.full_rows import LogitRows, full_rows
 from fastrl.functional.kept_tokens import KeptTokens
+from fastrl.functional.value_checks import require_all
 
 LOWEST_REST = 1e-7
 """Least probability of all that a teacher did not record: sums of fp32 numbers tell no less from
@@ -87,7 +88,4 @@ def _in_rows(teacher: KeptTokens, rows: LogitRows) -> tuple[Tensor, Tensor]:  # 
 def _check_ids(teacher: KeptTokens, vocab_size: int) -> None:
     is_there = (teacher.ids < vocab_size) | (teacher.slots < 0)
     message = f"`teacher_tokens` must be ids below the vocabulary size {vocab_size}"
-    if is_there.is_cuda:
-        torch._assert_async(is_there.all(), message)
-    elif not bool(is_there.all()):
-        raise ValueError(f"{message}, got {int(teacher.ids[~is_there][0])}")
+    require_all(is_there, message, lambda: f", got {int(teacher.ids[~is_there][0])}")

@@ -73,7 +73,7 @@ def _running_statistics(call: HeadCall, hidden: Tensor, kept: KeptTokens) -> Ten
     entries = recorded_entries(call, kept, call.rows)
     transform = call.transform.rows(call.rows).rows(entries.index)
     z, _ = torch_rows.transformed(_products(call, hidden, entries), transform, _ENTRY)
-    z = torch.where(entries.is_double, -torch.inf, z[:, 0])
+    z = torch.where(entries.is_there, z[:, 0], -torch.inf)
     maximum = entries.of_rows(z, "max")
     shifted = z - finite_or_zero(maximum)[entries.index]
     exp = shifted.exp()
@@ -168,16 +168,14 @@ def _grad_products(
         _ENTRY,
         operand_dtype=call.dtype,
     )[:, 0]
-    is_there = (entries.rows < len(rows)) & ~entries.is_double
-    return torch.where(is_there, grad, 0)
+    return torch.where(entries.is_there, grad, 0)
 
 
 class _OfColumns:
     """The gradients of the products, sorted by weight row."""
 
     def __init__(self, call: HeadCall, entries: RecordedEntries, grad: Tensor) -> None:
-        is_there = entries.rows == entries.index
-        columns = torch.where(is_there, entries.columns, call.weight.shape[0])
+        columns = torch.where(entries.is_there, entries.columns, call.weight.shape[0])
         self._columns, order = columns.sort(stable=True)
         self._grad, self._rows = grad[order], entries.index[order]
         self._groups = call.groups

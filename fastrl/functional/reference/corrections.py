@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BOUND = 20.0  # log-ratios saturate here
+from fastrl.functional.reference.tokens import BOUND
 
 
 def correction_weight(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastrl.functional.reference.losses import Options, Tokens, normalise
+from fastrl.functional.reference.tokens import Options, Tokens, normalise
 
 
 def value_loss(

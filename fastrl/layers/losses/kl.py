@@ -11,7 +11,7 @@ from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import ratio_of_level
 
-_LARGEST_ERROR = 0.2
+_LARGEST_ERROR = 0.2  # of one step, relative to the target: Ziegler et al. clip there
 
 
 class KLCoefficient:

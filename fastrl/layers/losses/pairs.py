@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from fastrl.functional.value_checks import require_all
 
 # Of the sum of 1 / n over a document's n labels, which is 1.
 _ROUNDING = 1e-5
@@ -17,10 +18,11 @@ def check_pairs(chosen: Tensor, documents: Tensor) -> None:  # [num_groups + 1] 
         "`group_index` must be of pairs for the DPOLoss, two documents with labels in the packed"
         " sequence, one of them with `advantages` above 0"
     )
-    if valid.is_cuda:
-        torch._assert_async(valid.all(), message)
-    elif not bool(valid.all()):
-        raise ValueError(
-            f"{message}, got {int((~valid).sum())} that are not; pack whole pairs"
+
+    def found() -> str:
+        return (
+            f", got {int((~valid).sum())} that are not; pack whole pairs"
             " (`fastrl.data.preferences`)."
         )
+
+    require_all(valid, message, found)

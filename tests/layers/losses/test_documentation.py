@@ -14,13 +14,8 @@ from fastrl.config import GRPOLossConfig, PolicyGradientLossConfig
 from fastrl.config.aliases import ALIASES, TYPE_ALIASES
 from fastrl.config.losses import BuiltInLossConfig
 from fastrl.functional.reference import losses as reference_losses
-from tests.helpers.loss_cases import (
-    CASES,
-    pack,
-    policy_documents,
-    random_statistics,
-    reference_tokens,
-)
+from tests.helpers.loss_cases import CASES
+from tests.helpers.loss_documents import pack, policy_documents, random_statistics, reference_tokens
 from tests.helpers.loss_heads import capped_head, random_hidden
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -11,13 +11,8 @@ from torch import Tensor
 from fastrl import Document, TokenBatch
 from fastrl.data.preferences import preference_pairs
 from fastrl.functional.documents import document_sums
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    pack,
-    preference_documents,
-    random_statistics,
-    widen,
-)
+from tests.helpers.loss_cases import BY_NAME
+from tests.helpers.loss_documents import pack, preference_documents, random_statistics, widen
 
 Documents = list[Document]
 NO_PAIRS: dict[str, Callable[[Documents], Documents]] = {

@@ -8,7 +8,7 @@ import torch
 from fastrl.config import EntropyConfig
 from fastrl.functional.quantiles import mean_at_most, ordered_keys, top_fraction, upper_threshold
 from fastrl.layers.losses.entropy import EntropyBonus
-from tests.helpers.loss_cases import pack, policy_documents
+from tests.helpers.loss_documents import pack, policy_documents
 from tests.helpers.loss_heads import capped_head, random_hidden
 
 

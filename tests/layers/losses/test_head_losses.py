@@ -16,17 +16,9 @@ from fastrl import (
 )
 from fastrl.functional.head.distillation import Teacher
 from fastrl.functional.reference import head as reference
-from fastrl.functional.reference import losses as reference_losses
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    CASES,
-    VOCAB_SIZE,
-    LossCase,
-    pack,
-    policy_documents,
-    reference_tokens,
-    widen,
-)
+from fastrl.functional.reference.divergences import recorded_divergence, token_divergence
+from tests.helpers.loss_cases import BY_NAME, CASES, LossCase
+from tests.helpers.loss_documents import VOCAB_SIZE, pack, policy_documents, reference_tokens, widen
 from tests.helpers.loss_heads import (
     assert_equal_gradients,
     capped_head,
@@ -73,7 +65,7 @@ def definition(
         )
         options = case.options
         divergences = [
-            reference_losses.token_divergence(a, b, options["divergence"], options["beta"])
+            token_divergence(a, b, options["divergence"], options["beta"])
             for a, b in zip(z, z_teacher, strict=True)
         ]
         statistics = replace(statistics, divergence=torch.stack(divergences))
@@ -94,9 +86,7 @@ def recorded_divergences(z: Tensor, batch: BatchKwargs, case: LossCase) -> Tenso
         values.append(
             z[t, 0] * 0
             if label == -100
-            else reference_losses.recorded_divergence(
-                z[t], ids, logprobs, options["divergence"], options["beta"]
-            )
+            else recorded_divergence(z[t], ids, logprobs, options["divergence"], options["beta"])
         )
     return torch.stack(values)
 

@@ -13,13 +13,8 @@ from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.reference import head as reference
 from fastrl.kernels.arguments import VocabularyTile
 from tests.helpers.keep_sets import KEEP, recorded_entries
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    VOCAB_SIZE,
-    pack,
-    policy_documents,
-    reference_tokens,
-)
+from tests.helpers.loss_cases import BY_NAME
+from tests.helpers.loss_documents import VOCAB_SIZE, pack, policy_documents, reference_tokens
 from tests.helpers.loss_heads import (
     assert_equal_gradients,
     capped_head,

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, Document, kernels
 from fastrl.layers.language_model_head import LanguageModelHead
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    CASES,
-    pack,
-    policy_documents,
-    preference_documents,
-    with_weights,
-)
+from tests.helpers.loss_cases import BY_NAME, CASES
+from tests.helpers.loss_documents import pack, policy_documents, preference_documents, with_weights
 from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 
 # Losses whose work is in the kernels; the others take passes of their own in PyTorch.

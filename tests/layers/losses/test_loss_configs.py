@@ -19,7 +19,8 @@ from fastrl.config import (
     dump_config,
     parse_config,
 )
-from tests.helpers.loss_cases import CASES, LossCase, pack, policy_documents, random_statistics
+from tests.helpers.loss_cases import CASES, LossCase
+from tests.helpers.loss_documents import pack, policy_documents, random_statistics
 from tests.helpers.loss_heads import capped_head
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

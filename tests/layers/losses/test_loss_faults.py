@@ -18,14 +18,8 @@ from fastrl.data.advantages import without_zero_groups
 from fastrl.functional.kl import kl_estimate
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
 from fastrl.layers.losses.kl import kl_term
-from tests.helpers.loss_cases import (
-    CASES,
-    LossCase,
-    pack,
-    random_statistics,
-    reference_tokens,
-    widen,
-)
+from tests.helpers.loss_cases import CASES, LossCase
+from tests.helpers.loss_documents import pack, random_statistics, reference_tokens, widen
 from tests.helpers.loss_heads import capped_head
 
 LOSSES_PAGE = Path(__file__).parents[3] / "docs" / "losses.md"

@@ -15,10 +15,9 @@ from fastrl import BatchCounts, BatchKwargs, TokenBatch, TokenStatistics
 from fastrl.config import PolicyGradientLossConfig
 from fastrl.layers.losses import add_metrics, finish_metrics
 from tests.helpers.frozen_detach import with_frozen_detach
-from tests.helpers.loss_cases import (
-    CASES,
+from tests.helpers.loss_cases import CASES, LossCase
+from tests.helpers.loss_documents import (
     UNLIKELY,
-    LossCase,
     pack,
     policy_documents,
     random_statistics,

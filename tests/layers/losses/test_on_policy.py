@@ -12,13 +12,8 @@ from torch import Tensor
 from fastrl import BatchKwargs, LanguageModelHead
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, finish_metrics
-from tests.helpers.loss_cases import (
-    BOTH_POLICIES,
-    LossCase,
-    pack,
-    policy_documents,
-    with_weights,
-)
+from tests.helpers.loss_cases import BOTH_POLICIES, LossCase
+from tests.helpers.loss_documents import pack, policy_documents, with_weights
 from tests.helpers.loss_heads import capped_head, close_to_policy, random_hidden
 
 TOLERANCE = 1e-12

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.frameworks.trl import DEFAULTS, accelerator, importance_weights, trainer_state
 from fastrl import BatchKwargs, TokenStatistics
-from tests.helpers.loss_cases import LossCase, pack, policy_documents, random_statistics
-from tests.helpers.loss_cases import preference_documents as pair_documents
+from tests.helpers.loss_cases import LossCase
+from tests.helpers.loss_documents import pack, policy_documents, random_statistics
+from tests.helpers.loss_documents import preference_documents as pair_documents
 
 MAX_LENGTH = 12
 

@@ -14,13 +14,8 @@ from torch import Tensor
 from fastrl import BatchKwargs, Document, LanguageModelHeadConfig, TokenBatch
 from fastrl.data.documents import DocumentError
 from fastrl.functional.kept_tokens import KeptTokens
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    VOCAB_SIZE,
-    pack,
-    policy_documents,
-    with_recorded_teacher,
-)
+from tests.helpers.loss_cases import BY_NAME
+from tests.helpers.loss_documents import VOCAB_SIZE, pack, policy_documents, with_recorded_teacher
 from tests.helpers.loss_heads import (
     assert_equal_gradients,
     capped_head,

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from fastrl.layers.losses import add_metrics, finish_metrics, reduce_metrics
-from tests.helpers.loss_cases import (
-    BY_NAME,
-    CURRENT_VERSION,
-    LossCase,
-    pack,
-    policy_documents,
-    random_statistics,
-)
+from tests.helpers.loss_cases import BY_NAME, LossCase
+from tests.helpers.loss_documents import CURRENT_VERSION, pack, policy_documents, random_statistics
 from tests.helpers.loss_heads import capped_head, random_hidden
 
 

@@ -16,7 +16,7 @@ from fastrl.data.documents import DocumentError
 from fastrl.functional.head import recompute
 from fastrl.functional.streams import of_stream
 from fastrl.layers.losses import CrossEntropyLoss
-from tests.helpers.loss_cases import pack, policy_documents, random_statistics, with_weights
+from tests.helpers.loss_documents import pack, policy_documents, random_statistics, with_weights
 from tests.helpers.loss_heads import assert_equal_gradients, capped_head, random_hidden
 
 LOSSES: dict[str, dict[str, Any]] = {
