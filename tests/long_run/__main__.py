@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import string
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="data ranks: gloo, NCCL on GPUs")
     parser.add_argument("--first", type=int, default=FIRST, help="step of a phase to compare with")
     parser.add_argument("--compile", action="store_true", help="the decoder layers")
+    parser.add_argument("--task", help="FILE.py:Task, on letters; else one of reasoning-gym")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
@@ -52,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
             grown += compared(f"rank {rank}, {first['phase']}", first, last)
     if options.json is not None:
         numbers = {
-            "command": f"python -m tests.long_run --steps {options.steps} --ranks {options.ranks}",
+            "command": f"python -m tests.long_run --steps {options.steps} --ranks {options.ranks}"
+            + (f" --task {options.task}" if options.task else ""),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -80,6 +83,11 @@ def _config(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     values["parallel"] = {"data": options.ranks}
     values["dtype"] = "float32"
     values["compile"] = options.compile
+    if options.task is not None:
+        values["environment"] = {
+            "type": "python", "path": options.task, "train_prompts": 300, "heldout_prompts": 16,
+        }  # fmt: skip
+        values["tokenizer"]["characters"] += string.ascii_lowercase
     return values
 
 
