@@ -43,6 +43,17 @@ class _UnderWay(NamedTuple):
     future: Future[Any]
 
 
+class _Stager(DefaultStager):
+    """Keeps its memory, for page-locked memory takes long to get.
+
+    Before 2.13, torch's gives it up at each use, and can be used once.
+    """
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        copy: dict[str, Any] = self._state_dict_stager.stage(state_dict)
+        return copy
+
+
 class CheckpointSaver:
     """Writes the checkpoints of a run, one after another; on leaving the last one is written.
 
@@ -68,9 +79,9 @@ class CheckpointSaver:
         self._processes = processes
         # The thread's collectives must not meet those of the run, which may be of a GPU.
         self._group = None if processes.mesh is None else dist.new_group(backend="gloo")
-        # Kept, for page-locked memory takes long to get. Copies that do not block would be waited
-        # for on torch's current device, which need not be that of the run.
-        self._stager = DefaultStager(
+        # Copies that do not block would be waited for on torch's current device, which need not be
+        # that of the run.
+        self._stager = _Stager(
             StagingOptions(
                 use_pinned_memory=processes.device.type == "cuda",
                 use_shared_memory=False,
