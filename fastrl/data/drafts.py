@@ -49,7 +49,7 @@ def draft_batch(batch: TokenBatch, depth: int) -> TokenBatch:
         batch,
         tokens=torch.where(inside, batch.tokens[slots], 0),
         labels=labels,
-        columns={name: torch.where(inside, each[slots], 0) for name, each in batch.columns.items()},
+        columns={name: each[slots] for name, each in batch.columns.items()},
         document_label_counts=torch.bincount(labelled, minlength=batch.num_documents),
         kept_tokens=None,
         teacher_tokens=None,

@@ -104,6 +104,8 @@ def test_packing_order_and_shards_draw_the_same() -> None:
     whole = with_sampled_tokens(TokenBatch.from_documents(documents), 0.5, seed=9)
     expected = drawn_by_document(whole, documents)
     assert 0 < sum(map(len, expected.values())) < whole.num_labels
+    assert whole.draw_weights is not None
+    assert whole.draw_weights.unique().tolist() == [0.0, 1 / 0.5]
     again: dict[int, list[int]] = {}
     for part in ([9, 3, 1, 7], [0, 2, 4, 8, 6, 5]):
         chosen = [documents[i] for i in part]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fastrl import BatchKwargs, Document, LanguageModelHead, TokenBatch
 from fastrl.config import LanguageModelHeadConfig
+from fastrl.data.advantages import with_group_advantages
+from fastrl.data.reward_kl import with_kl_in_rewards, with_kl_to_go
 from fastrl.data.slices import shard_slots
 from fastrl.data.token_sampling import with_sampled_tokens
 from fastrl.functional.head.distillation import Teacher
@@ -49,10 +51,16 @@ class Result:
 
 # Half of its labels are drawn.
 DRAWN = LossCase("drawn", {"type": "grpo", "entropy": {"bonus": 0.1}})
+# Its advantages are of rewards that pay for the KL, and pay for it token by token themselves.
+PAID = LossCase("paid", {"type": "grpo"})
 
 
 def token_batch(case: LossCase) -> TokenBatch:
-    batch = TokenBatch.from_documents(case.documents(), pad_to_multiple=PAD_TO_MULTIPLE)
+    documents = case.documents()
+    if case == PAID:
+        documents = with_group_advantages(with_kl_in_rewards(documents, 0.2))
+        documents = with_kl_to_go(documents, 0.1, estimator="k3")
+    batch = TokenBatch.from_documents(documents, pad_to_multiple=PAD_TO_MULTIPLE)
     return with_sampled_tokens(batch, 0.5, seed=3) if case == DRAWN else batch
 
 
@@ -207,9 +215,10 @@ def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_drawn_labels_are_those_of_one_process(ranks: RankPool, layout: Ranks) -> None:
-    results = ranks(run_case, layout.world_size, DRAWN, layout)
-    assert_equal("drawn", assemble(layout, results), one_process(DRAWN))
+def test_drawn_labels_and_paid_advantages_are_those_of_one_process(ranks: RankPool, layout: Ranks) -> None:
+    for case in (DRAWN, PAID):
+        results = ranks(run_case, layout.world_size, case, layout)
+        assert_equal(case.name, assemble(layout, results), one_process(case))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
