@@ -215,7 +215,9 @@ def test_every_loss_is_that_of_one_process(ranks: RankPool, layout: Ranks) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_drawn_labels_and_paid_advantages_are_those_of_one_process(ranks: RankPool, layout: Ranks) -> None:
+def test_drawn_labels_and_paid_advantages_are_those_of_one_process(
+    ranks: RankPool, layout: Ranks
+) -> None:
     for case in (DRAWN, PAID):
         results = ranks(run_case, layout.world_size, case, layout)
         assert_equal(case.name, assemble(layout, results), one_process(case))
