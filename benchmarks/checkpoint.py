@@ -60,9 +60,9 @@ def main() -> None:
             if processes.is_main:
                 run_dir.mkdir()
             rows.append(_row(options, processes, model, state, run_dir, asynchronous))
+            if processes.is_main and options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
         processes.any(False)  # no rank looks at the folder any more
-    if processes.is_main and options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     processes.close()
 
 
