@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
     parser.add_argument("--reference", action="store_true", help="save a reference policy too")
     parser.add_argument("--repeats", type=int, default=3, help="checkpoints after the first one")
+    parser.add_argument("--modes", default="waits,background")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
@@ -55,7 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         # That of the first rank, which all ranks then have.
         folder = Path(processes.gather(temporary)[0])
-        for asynchronous in (False, True):
+        for mode in options.modes.split(","):
+            asynchronous = mode == "background"
             run_dir = folder / f"asynchronous-{asynchronous}"
             if processes.is_main:
                 run_dir.mkdir()

@@ -84,6 +84,7 @@ def watch(report: Path, first: int) -> None:
         step(trainer, phase)
         done, last = phase.steps_done, phase.config.steps
         if done and (done % first == 0 or done == last):
+            trainer._saver.wait()  # a checkpoint under way has its files open
             records.append({"phase": phase.name, "step": done, **held()})
             report.write_text(json.dumps(records), encoding="utf-8")
 
