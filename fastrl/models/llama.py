@@ -20,7 +20,8 @@ from fastrl.config.model import LlamaConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.matmul import matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.models.attention import Attend, DocumentLengths, KVCache, LayerAttention
+from fastrl.models.attention import Attend, DocumentLengths, LayerAttention
+from fastrl.models.kv_cache import KVCache
 from fastrl.models.rotary import Rotary
 from fastrl.models.split_attention import Pieces, packed_attention
 from fastrl.parallel import ParallelGroups
@@ -361,13 +362,14 @@ class Llama(nn.Module):
         return output
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, block_size: int = 1
     ) -> tuple[Tensor, KVCache]:  # [B, V]
         """The logits after each prompt, and a cache with room for `max_new_tokens`.
 
         Prompts may have different lengths but not be empty. To sample a prompt n times, give it
         once and repeat it: `logits.repeat_interleave(n, 0)` and `cache.select(rows)`, with `rows`
-        from `torch.arange(B).repeat_interleave(n)`.
+        from `torch.arange(B).repeat_interleave(n)`. `block_size` is the cache's: 1 for steps that
+        run one by one, more where `decode` is captured in a CUDA graph.
 
         Raises:
             ValueError: an empty prompt, or none; more tokens than a sliding window has.
@@ -380,7 +382,7 @@ class Llama(nn.Module):
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         device = self.model.norm.weight.device
         padding = longest - torch.tensor(lengths, device=device)
-        cache = KVCache(padding, longest + max_new_tokens)
+        cache = KVCache(padding, longest + max_new_tokens, block_size)
         return self.decode(torch.tensor(padded, device=device), cache), cache
 
     @torch.no_grad()
@@ -393,7 +395,8 @@ class Llama(nn.Module):
 
             z = cap(logit_scale (h W^T + b)), at least fp32
 
-        the head's logits before its temperature, without padding rows of the vocabulary.
+        the head's logits before its temperature, without padding rows of the vocabulary. Nothing
+        waits for the device.
         """
         positions = cache.extend(tokens.shape[1], self.model.norm.weight.dtype)
         with torch.compiler.set_stance("force_eager"):  # a cache has another length in each step

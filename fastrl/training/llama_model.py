@@ -11,15 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from fastrl.data.batch import BatchKwargs
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.models.attention import KVCache
 from fastrl.models.checkpoint import by_file, json_files, weight_files
 from fastrl.models.flops import TrainingFlops
+from fastrl.models.kv_cache import KVCache
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
 from fastrl.models.parallelize import check_tensor_axis, reduce_gradients
 from fastrl.parallel import ParallelGroups
 from fastrl.training.model import ModelFiles, ModelLimits
 from fastrl.training.processes import Processes, frozen_copy, sync_full_weights
+
+# A new graph costs about as much as 15 of its steps; attention reads half a block in vain.
+_GPU_BLOCK = 256
 
 
 class LlamaModel:
@@ -98,11 +101,21 @@ class LlamaDecoder:
     """A Llama as the sampler calls it: itself, or a whole copy of one in shards.
 
     A sharded model would gather all weights for each token.
+
+    Args:
+        llama: the model that is trained.
+        processes: of the run.
+        block_size: of the cache; default: 256 on a GPU, whose steps are then CUDA graphs, and 1
+            elsewhere.
     """
 
-    def __init__(self, llama: Llama, processes: Processes) -> None:
+    def __init__(
+        self, llama: Llama, processes: Processes, *, block_size: int | None = None
+    ) -> None:
         self._source = llama
         self.llama = llama if processes.mesh is None else processes.new_sampler_copy(llama)
+        on_gpu = processes.device.type == "cuda"
+        self._block_size = block_size or (_GPU_BLOCK if on_gpu else 1)
 
     def sync(self) -> None:
         if self.llama is not self._source:
@@ -111,7 +124,7 @@ class LlamaDecoder:
     def prefill(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> tuple[Tensor, KVCache]:
-        return self.llama.prefill(prompts, max_new_tokens)
+        return self.llama.prefill(prompts, max_new_tokens, block_size=self._block_size)
 
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
         return self.llama.decode(tokens, cache)

@@ -49,7 +49,23 @@ class ModelFiles:
 
 
 class DecodingCache(Protocol):
-    """What a model keeps of the sequences that are sampled."""
+    """What a model keeps of the sequences that are sampled.
+
+    Attributes:
+        length: slots of each sequence that are written, padding included.
+        room: the number of next calls of `decode` that are alike: of the same shapes, on the same
+            memory, without a wait for the device. 1 where each differs from the one before.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def room(self) -> int: ...
+
+    def skip_to(self, length: int) -> None:
+        """Counts the slots that replays of a captured `decode` have written, `length` in all."""
+        ...
 
     def select(self, rows: Tensor) -> Self:
         """The cache of these sequences, in this order, perhaps repeated; this one is spent."""

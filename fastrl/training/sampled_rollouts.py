@@ -11,10 +11,11 @@ from fastrl.data.advantages import without_labels
 from fastrl.data.documents import Document
 from fastrl.environments.protocol import Problem
 from fastrl.training.advantages import RewardKL, with_advantages
+from fastrl.training.draws import Completion
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.order import ShuffledItems
 from fastrl.training.rollouts import Rollouts, RolloutSource, Sample, to_rollouts
-from fastrl.training.sampler import Completion, Sampler
+from fastrl.training.sampler import Sampler
 from fastrl.training.tokenizer import Tokenizer
 
 

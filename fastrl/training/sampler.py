@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import SamplerConfig
+from fastrl.training.cuda_graph import repeated
+from fastrl.training.draws import Completion, Drawing, Draws
 from fastrl.training.model import Decoder
 from fastrl.training.processes import Processes
 
 _COMPACT_BELOW = 0.75
 """Unfinished sequences move to a smaller cache when they are fewer than this share."""
 
-
-@dataclass(frozen=True)
-class Completion:
-    """One completion of a prompt.
-
-    Attributes:
-        tokens: ids, with the end token that it stopped at if there is one.
-        logprobs: nats, one a token, at the temperature of sampling; at temperature 0 those of
-            temperature 1.
-        finished: whether it ends with an end token.
-        sum_squares: of the probabilities that each token was drawn from, where asked for.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finished: bool
-    sum_squares: list[float] | None = None
+_LOOK_EVERY = 16
+"""Steps that are alike run without a look at whether all sequences have ended."""
 
 
 class Sampler:
@@ -86,6 +71,7 @@ class Sampler:
         per_batch = max(1, self.config.max_batch_size // num_each)
         seed = self._generator.initial_seed()
         processes = self._processes
+        drawing = Drawing(temperature, self._end_tokens, self._generator, sum_squares)
         mine: list[list[Completion]] = []
         for number, start in enumerate(range(0, len(prompts), per_batch)):
             if number % processes.size != processes.rank:
@@ -94,7 +80,7 @@ class Sampler:
                 # A seed per batch: the result does not depend on which process samples it.
                 self._generator.manual_seed(seed + number)
             batch = prompts[start : start + per_batch]
-            mine.append(self._sample_batch(batch, num_each, temperature, sum_squares))
+            mine.append(self._sample_batch(batch, num_each, drawing))
         shares = processes.gather(mine)
         num_batches = sum(map(len, shares))
         flat = [
@@ -113,66 +99,37 @@ class Sampler:
 
     @torch.no_grad()
     def _sample_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_each: int,
-        temperature: float,
-        sum_squares: bool,
+        self, prompts: Sequence[Sequence[int]], num_each: int, drawing: Drawing
     ) -> list[Completion]:
         max_new_tokens = self.config.max_new_tokens
         logits, cache = self._decoder.prefill(prompts, max_new_tokens)
         if num_each > 1:
             rows = torch.arange(len(prompts), device=logits.device).repeat_interleave(num_each)
             logits, cache = logits[rows], cache.select(rows)
-        total = len(logits)
-        running = torch.arange(total, device=logits.device)
-        tokens = torch.zeros((total, max_new_tokens), dtype=torch.int64, device=logits.device)
-        logprobs = logits.new_zeros((total, max_new_tokens))
-        squares = torch.zeros_like(logprobs) if sum_squares else None
-        lengths = torch.full((total,), max_new_tokens, device=logits.device)
-        done = torch.zeros(total, dtype=torch.bool, device=logits.device)
-        for step in range(max_new_tokens):
-            # NaN throughout a row whose logits are not finite, and so is its token's
-            # log-probability.
-            distribution = (logits / temperature if temperature else logits).log_softmax(-1)
-            chosen, chosen_logprobs = self._choose(distribution, temperature)
-            if squares is not None:
-                squares[running, step] = (2 * distribution).exp().sum(-1)
-            tokens[running, step] = chosen
-            logprobs[running, step] = chosen_logprobs
-            is_last = torch.isin(chosen, self._end_tokens) | chosen_logprobs.isnan()
-            ends = is_last & ~done[running]
-            lengths[running[ends]] = step + 1
-            done[running[ends]] = True
-            going_on = ~done[running]
-            num_going_on = int(going_on.sum())
-            if num_going_on == 0 or step + 1 == max_new_tokens:
+        draws = Draws(self._decoder, drawing, cache, logits, max_new_tokens)
+        del logits, cache
+        number = 1
+        while number < max_new_tokens:
+            num_going_on = draws.num_going_on()
+            if num_going_on == 0:
                 break
-            if num_going_on < _COMPACT_BELOW * len(running):
-                kept = going_on.nonzero().squeeze(1)
-                running, chosen, cache = running[kept], chosen[kept], cache.select(kept)
-            logits = self._decoder.decode(chosen[:, None], cache)
-        # numpy's tolist takes a tenth of the time of torch's.
-        columns = [column.cpu().numpy().tolist() for column in (tokens, logprobs, lengths, done)]
-        sums = [None] * total if squares is None else squares.cpu().numpy().tolist()
-        return [
-            Completion(
-                row[:length],
-                row_logprobs[:length],
-                finished,
-                None if row_sums is None else row_sums[:length],
-            )
-            for row, row_logprobs, length, finished, row_sums in zip(*columns, sums, strict=True)
-        ]
+            if num_going_on < _COMPACT_BELOW * len(draws):
+                draws.drop_finished()
+            number += self._steps(draws, min(draws.cache.room, max_new_tokens - number))
+        return draws.completions()
 
-    def _choose(
-        self,
-        distribution: Tensor,  # [B, V] nats
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:  # [B] int64, [B] nats
-        if temperature:
-            probabilities = distribution.exp().nan_to_num_(nan=1.0)  # multinomial refuses NaN
-            chosen = torch.multinomial(probabilities, 1, generator=self._generator)
-        else:
-            chosen = distribution.argmax(-1, keepdim=True)
-        return chosen.squeeze(1), distribution.gather(1, chosen).squeeze(1)
+    def _steps(self, draws: Draws, most: int) -> int:
+        """Draws `most` tokens of each sequence by steps that are alike, and returns how many.
+
+        They are fewer if all sequences end before.
+        """
+        draws.step()
+        if most == 1:
+            return 1
+        done, start = 1, draws.cache.length
+        with repeated(draws.step, self._generator) as step:
+            while done < most and (done % _LOOK_EVERY or draws.num_going_on()):
+                step()
+                done += 1
+        draws.cache.skip_to(start + done - 1)
+        return done

@@ -8,7 +8,7 @@ from typing import Any
 from fastrl.config.base import UserError
 from fastrl.data.documents import Document
 from fastrl.data.foreign_rollouts import openai_documents
-from fastrl.training.sampler import Completion
+from fastrl.training.draws import Completion
 
 _BYTES_PER_TOKEN = 1024
 _BYTES_BESIDE = 2**20

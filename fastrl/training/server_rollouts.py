@@ -15,10 +15,10 @@ from fastrl.config.base import UserError
 from fastrl.config.rollouts import ServerRolloutsConfig
 from fastrl.training.advantages import RewardKL
 from fastrl.training.context import RunContext
+from fastrl.training.draws import Completion
 from fastrl.training.order import seeded
 from fastrl.training.rollouts import Rollouts
 from fastrl.training.sampled_rollouts import ProblemRollouts
-from fastrl.training.sampler import Completion
 from fastrl.training.served_weights import ServedWeights
 from fastrl.training.server_answers import CompletionRequest
 

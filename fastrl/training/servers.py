@@ -14,7 +14,7 @@ import httpx2
 
 from fastrl.config.base import UserError
 from fastrl.config.rollouts import ServerRolloutsConfig
-from fastrl.training.sampler import Completion
+from fastrl.training.draws import Completion
 from fastrl.training.server_answers import CompletionRequest
 from fastrl.training.server_http import Connection, StatusError, new_client
 

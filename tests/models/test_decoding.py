@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import Document, Llama, TokenBatch
-from fastrl.models.attention import KVCache
+from fastrl.models.kv_cache import KVCache
 from tests.helpers.model_cases import LLAMA3_ROPE, packed, randomised, tiny_config
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7]]
@@ -21,16 +22,18 @@ def packed_logits(llama: Llama, tokens: list[int]) -> Tensor:
     return (hidden_states[-1] @ llama.lm_head.weight.t()).detach()
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_ragged_prompts_decode_as_whole_documents(key_heads: int) -> None:
+# Blocks of one slot; of a part of the cache, the last one cut; of more than all of it.
+@pytest.mark.parametrize(("key_heads", "block_size"), [(1, 1), (2, 1), (4, 1), (2, 5), (4, 32)])
+def test_ragged_prompts_decode_as_whole_documents(key_heads: int, block_size: int) -> None:
     config = tiny_config(num_key_value_heads=key_heads, rope=LLAMA3_ROPE)
     llama = randomised(Llama(config, dtype=torch.float64))
-    logits, cache = llama.prefill(PROMPTS, max_new_tokens=6)
+    logits, cache = llama.prefill(PROMPTS, max_new_tokens=6, block_size=block_size)
     texts = [list(prompt) for prompt in PROMPTS]
     for step in range(7):
         expected = torch.stack([packed_logits(llama, text) for text in texts])
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
         if step < 6:
+            assert cache.room == min(block_size - cache.length % block_size, 6 - step)
             tokens = torch.multinomial(logits.softmax(-1), 1)
             for text, token in zip(texts, tokens[:, 0].tolist(), strict=True):
                 text.append(token)
@@ -39,6 +42,35 @@ def test_ragged_prompts_decode_as_whole_documents(key_heads: int) -> None:
         ValueError, match=r"`max_length` of the cache is 16 slots, got tokens for 17"
     ):
         llama.decode(tokens, cache)
+
+
+def test_steps_within_a_block_are_alike() -> None:
+    # What a CUDA graph repeats: the same operations on the same shapes, and in-place results.
+    llama = randomised(Llama(tiny_config(), dtype=torch.float64))
+    token = torch.ones(4, 1, dtype=torch.int64)
+    seen: list[list[str]] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+            shapes = [tuple(each.shape) for each in args if isinstance(each, Tensor)]
+            seen[-1].append(f"{func} {shapes}")
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    def calls(block_size: int, steps: int) -> None:
+        _, cache = llama.prefill(PROMPTS, max_new_tokens=steps, block_size=block_size)
+        llama.decode(token, cache)
+        for _ in range(steps - 1):
+            seen.append([])
+            with Calls():
+                llama.decode(token, cache)
+
+    calls(16, 6)
+    assert len(seen[0]) > 20
+    assert all(each == seen[0] for each in seen)
+    seen.clear()
+    calls(1, 3)
+    assert seen[0] != seen[1]
 
 
 def test_several_tokens_at_once_equal_one_by_one() -> None:

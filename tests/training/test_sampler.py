@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
+from fastrl.training import sampler as sampler_module
+from fastrl.training.draws import Completion, Draws
 from fastrl.training.llama_model import LlamaDecoder, LlamaModel
-from fastrl.training.sampler import Completion, Sampler
+from fastrl.training.sampler import Sampler
 from tests.helpers.runs import tiny_context
 
 PROMPTS = [[5, 12, 3], [7], [1, 2, 3, 4, 5, 6, 7], [9, 9]]
@@ -20,6 +25,14 @@ def _sampler(*overrides: str) -> Sampler:
     sampler = tiny_context("environment.heldout_prompts=1", *overrides)[1].sampler
     sampler._generator.manual_seed(1)
     return sampler
+
+
+def _with_blocks(sampler: Sampler, size: int) -> Sampler:
+    """The same, with a cache as on a GPU."""
+    assert isinstance(sampler._decoder, LlamaDecoder)
+    decoder = LlamaDecoder(sampler._decoder.llama, sampler._processes, block_size=size)
+    ends = sampler._end_tokens.tolist()
+    return Sampler(sampler.config, decoder, ends, sampler._generator, sampler._processes)
 
 
 def _head_logprobs(
@@ -35,9 +48,10 @@ def _head_logprobs(
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("batch_size", [1, 5, 100])
-def test_logprobs_are_those_of_the_head(temperature: float, batch_size: int) -> None:
+@pytest.mark.parametrize(("batch_size", "block"), [(1, 1), (5, 1), (100, 1), (5, 5), (100, 64)])
+def test_logprobs_are_those_of_the_head(temperature: float, batch_size: int, block: int) -> None:
     sampler = _sampler("sampler.max_new_tokens=12", f"sampler.max_batch_size={batch_size}")
+    sampler = _with_blocks(sampler, block)
     groups = sampler.sample(PROMPTS, num_each=3, temperature=temperature)
     assert [len(group) for group in groups] == [3] * 4
     lengths = set()
@@ -91,3 +105,73 @@ def test_the_generator_alone_decides() -> None:
     torch.manual_seed(5)
     sampler._generator.manual_seed(1)
     assert sampler.sample(PROMPTS, num_each=5) == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_are_drawn_as_by_multinomial(temperature: float) -> None:
+    sampler = _sampler("sampler.max_new_tokens=1")
+    completions = sampler.sample(PROMPTS, temperature=temperature)
+    found = [completion.tokens[0] for (completion,) in completions]
+    logits, _ = sampler._decoder.prefill(PROMPTS, 1)
+    expected = logits.argmax(-1)
+    if temperature:
+        generator = torch.Generator().manual_seed(1)
+        probabilities = (logits / temperature).softmax(-1)
+        expected = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    assert found == expected.tolist()
+
+
+def test_blocks_leave_out_no_end() -> None:
+    # Several end tokens; sequences end within blocks, all before the last, and leave between them.
+    sampler = _sampler("sampler.max_new_tokens=40")
+    sampler._end_tokens = torch.tensor([0, 3, 5])
+    prompts = [[first, second] for first in range(1, 9) for second in (3, 5, 7)]
+    expected = sampler.sample(prompts, temperature=0)
+    lengths = {len(completion.tokens) for (completion,) in expected}
+    assert len(lengths) > 3
+    for size in (2, 7, 100):
+        found = _with_blocks(sampler, size).sample(prompts, temperature=0)
+        for (completion,), (other,) in zip(found, expected, strict=True):
+            assert completion.tokens == other.tokens
+            assert completion.finished == other.finished == (other.tokens[-1] in (0, 3, 5))
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-12)
+
+
+@contextmanager
+def _as_graphs_do(
+    step: Callable[[], None], generator: torch.Generator
+) -> Iterator[Callable[[], None]]:
+    """A capture runs the host's part of a step alone, a replay the device's."""
+    draws = getattr(step, "__self__")  # noqa: B009
+    assert isinstance(draws, Draws)
+    cache = draws.cache
+
+    def tensors() -> list[Tensor]:
+        held = [*vars(draws).values(), *vars(cache).values()]
+        return [each for each in held if isinstance(each, Tensor)]
+
+    before = [(each, each.clone()) for each in tensors()]
+    state, captured = generator.get_state(), cache.length
+    step()
+    for tensor, values in before:
+        tensor.copy_(values)
+    generator.set_state(state)
+    identities = {id(each) for each in vars(draws).values()}
+
+    def replay() -> None:
+        length = cache.length
+        vars(cache)["length"] = captured
+        step()
+        vars(cache)["length"] = length
+        assert {id(each) for each in vars(draws).values()} == identities
+
+    yield replay
+
+
+def test_a_captured_step_goes_on_where_its_replays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = _with_blocks(_sampler("sampler.max_new_tokens=40"), 11)
+    expected = sampler.sample(PROMPTS, num_each=9)
+    monkeypatch.setattr(sampler_module, "repeated", _as_graphs_do)
+    sampler._generator.manual_seed(1)
+    assert sampler.sample(PROMPTS, num_each=9) == expected
+    assert max(len(completion.tokens) for group in expected for completion in group) > 11

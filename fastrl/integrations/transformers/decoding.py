@@ -31,6 +31,17 @@ class Rows:
         self.mask = mask
         self.past: Any = None
 
+    @property
+    def length(self) -> int:
+        return self.mask.shape[1]
+
+    @property
+    def room(self) -> int:
+        return 1  # each token makes the tensors longer
+
+    def skip_to(self, length: int) -> None:
+        raise AssertionError("no step is captured where each differs from the one before")
+
     def select(self, rows: Tensor) -> Self:
         self.mask = self.mask[rows]
         self.past.reorder_cache(rows)
