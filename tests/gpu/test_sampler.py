@@ -14,12 +14,19 @@ from fastrl import Document, Llama, TokenBatch
 from fastrl.config.base import UserError
 from fastrl.config.environment import SamplerConfig
 from fastrl.config.training import ParallelConfig
+from fastrl.integrations.transformers.decoding import (
+    TransformersDecoder,
+    check_decoding,
+    may_be_static,
+)
 from fastrl.training import sampler as sampler_module
 from fastrl.training.cuda_graph import repeated
 from fastrl.training.draws import Completion
 from fastrl.training.llama_model import LlamaDecoder
+from fastrl.training.model import Decoder
 from fastrl.training.processes import Processes
 from fastrl.training.sampler import Sampler
+from tests.helpers.hf_models import VOCAB_SIZE, tiny_model
 from tests.helpers.model_cases import LLAMA3_ROPE, randomised, tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +42,21 @@ def new_llama(dtype: torch.dtype, **values: Any) -> Llama:
     return randomised(Llama(config, dtype=dtype)).cuda().eval()
 
 
-def new_sampler(llama: Llama, block_size: int | None = None) -> Sampler:
+def new_processes() -> Processes:
     device = torch.device("cuda", torch.cuda.current_device())
-    processes = Processes(ParallelConfig(), 0, device, None)
-    decoder = LlamaDecoder(llama, processes, block_size=block_size)
-    generator = torch.Generator(device)
+    return Processes(ParallelConfig(), 0, device, None)
+
+
+def new_sampler(llama: Llama, block_size: int | None = None) -> Sampler:
+    return sampler_of(LlamaDecoder(llama, new_processes(), block_size=block_size))
+
+
+def sampler_of(decoder: Decoder, ends: Sequence[int] = range(0, 300, 40)) -> Sampler:
+    processes = new_processes()
+    generator = torch.Generator(processes.device)
     generator.manual_seed(1)
     config = SamplerConfig(max_new_tokens=LENGTH, max_batch_size=64)
-    return Sampler(config, decoder, range(0, 300, 40), generator, processes)
+    return Sampler(config, decoder, ends, generator, processes)
 
 
 def flat(groups: Sequence[Sequence[Completion]]) -> list[Completion]:
@@ -117,6 +131,21 @@ def test_memory_is_given_back() -> None:
         assert torch.cuda.memory_allocated() == allocated
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[3] == reserved[1], reserved
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_models_of_transformers_draw_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family, dtype=torch.float32).cuda()
+    assert may_be_static(model)
+    assert check_decoding(model, VOCAB_SIZE)
+    results = []
+    for is_static in (True, True, False):
+        decoder = TransformersDecoder(model, is_static=is_static)
+        sampler = sampler_of(decoder, [7, 40])
+        results.append(flat(sampler.sample(PROMPTS, num_each=5, temperature=0.8)))
+        monkeypatch.setattr(sampler_module, "repeated", one_by_one)
+    assert results[0] == results[1]
+    assert [each.tokens[0] for each in results[0]] == [each.tokens[0] for each in results[2]]
 
 
 def test_a_step_that_waits_for_the_device_is_refused() -> None:

@@ -89,8 +89,9 @@ class TransformersModel:
         self.head = self._attached(self.module)
         self.limits = _limits(self._inner, self.head)
         self.flops = _flops(self._inner, self.head)
+        self._is_static = False
         if build.samples:
-            check_decoding(self._inner, self.limits.vocab_size)
+            self._is_static = check_decoding(self._inner, self.limits.vocab_size)
         self._dropouts = [
             module
             for name, module in self.module.named_modules()
@@ -166,9 +167,10 @@ class TransformersModel:
             if whole is not self.module:
                 self._sync(whole)
             if not self._build.samples:  # not checked before
-                check_decoding(inner, self.limits.vocab_size)
+                decoder.is_static = check_decoding(inner, self.limits.vocab_size)
 
-        return TransformersDecoder(inner, sync)
+        decoder = TransformersDecoder(inner, sync, is_static=self._is_static)
+        return decoder
 
     def _sync(self, copy: nn.Module) -> None:
         sync_full_weights(self.module, copy)
