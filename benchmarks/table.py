@@ -6,9 +6,10 @@ A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a 
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
 `benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
-of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`. `memory` and
-`slabs` are sections with a heading, empty as long as there is no such file. With `--check` nothing
-is written, and a table that does not say what the files say is an error.
+of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`, `sampler` of
+`benchmarks.sampler`. `memory`, `slabs` and `sampler` are sections with a heading, empty as long as
+there is no such file. With `--check` nothing is written, and a table that does not say what the
+files say is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAGES = [
         "docs/sharding.md",
     )
 ]
-KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update"
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|sampler"
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -64,6 +65,7 @@ def with_tables(text: str) -> str:
         "frameworks": frameworks_tables,
         "trl": trl_table,
         "update": update_table,
+        "sampler": sampler_section,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -171,6 +173,37 @@ def update_table(name: str) -> str:
             ]
         )
     return f"{rows[0]['model']}. {provenance(rows[0], name)}\n\n{markdown(lines)}"
+
+
+def sampler_section(name: str) -> str:
+    """A decoding step, whole completions and a training step, launched and as a graph."""
+    if not (RESULTS / f"{name}.json").exists():
+        return ""
+    results = read(name)
+    header = ["a decoding step", "ms", "products", "attention", "sampling", "rest", "gaps"]
+    steps = [[*header, "kernels", "ms of a capture"]]
+    wholes = [["what", "variant", "s", "sampling", "scoring", "update"]]
+    for row in results["rows"]:
+        if row["what"] == "step":
+            kernels = row["kernels_ms"]
+            kinds = [kernels[kind] for kind in ("products", "attention", "sampling", "rest")]
+            gaps = row["time_ms"] - sum(kinds)
+            cells = [f"{each:.2f}" for each in (row["time_ms"], *kinds, gaps)]
+            capture = row.get("capture_ms")
+            steps.append([row["variant"], *cells, f"{kernels['number']}"])
+            steps[-1].append("" if capture is None else f"{capture:.0f}")
+        elif row["what"] != "prompts":
+            parts = [row.get(f"{kind}_s") for kind in ("sampling", "scoring", "update")]
+            shown = ["" if part is None else f"{part:.2f}" for part in parts]
+            wholes.append([row["what"], row["variant"], f"{row['seconds']:.2f}", *shown])
+    what = (
+        f"{results['model']}, {results['sequences']} sequences, prompts of {results['prompt']}"
+        f" tokens, {results['new']} new ones each."
+    )
+    return (
+        f"## Sampling\n\n{what} {provenance(results, name)}\n\n{markdown(steps)}\n"
+        f"{markdown(wholes)}"
+    )
 
 
 def speedup_table(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, lm_head, replay, table
+from benchmarks import checkpoint, lm_head, replay, sampler, table
 from benchmarks.cases import SHAPES, make_case
 
 KEYS = {
@@ -64,6 +64,20 @@ def test_a_checkpoint_of_a_tiny_model(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
 
 
+def test_the_sampler_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sampler.json"
+    sizes = ["--model", "tiny", "--sequences", "8", "--prompt", "4", "--new", "6", "--steps", "1"]
+    monkeypatch.setattr("sys.argv", ["sampler", *sizes, "--json", str(file)])
+    sampler.main()
+    rows = json.loads(file.read_text())["rows"]
+    variants = ["launched", "graph"]
+    for what in ("completions", "prompts", "step", "training step"):
+        assert [row["variant"] for row in rows if row["what"] == what] == variants
+    step = rows[-1]
+    assert step["sampled_tokens"] == 48
+    assert step["sampling_s"] + step["update_s"] <= step["seconds"] + 2e-3
+
+
 def test_recorded_sets_of_a_tiny_head() -> None:
     with_gradients, evaluation = replay.measure("tiny", 1.0, repeats=1, warmup=0)
     assert with_gradients["rows"] == 66
@@ -100,6 +114,19 @@ SECTIONS = {
     "slabs": (
         [{"shape_name": "tiny", "full_ms": 2.0, "even_ms": 3.0, "even_over_full": 1.5, **RUN}],
         "| tiny | 2.00 | 3.00 | 1.500 |",
+    ),
+    "sampler": (
+        {"model": "1B", "sequences": 64, "prompt": 200, "new": 400, **RUN}
+        | {
+            "rows": [
+                {"what": "step", "variant": "graph", "time_ms": 2.5, "capture_ms": 20.4}
+                | {
+                    "kernels_ms": {"products": 1.0, "attention": 0.5}
+                    | {"sampling": 0.25, "rest": 0.25, "number": 500}
+                },
+            ]
+        },
+        "| graph | 2.50 | 1.00 | 0.50 | 0.25 | 0.25 | 0.50 | 500 | 20 |",
     ),
 }
 
