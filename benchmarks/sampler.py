@@ -5,7 +5,8 @@
 64 completions of 400 tokens after prompts of 200, of a 1B model in bf16 on one device: the prompts'
 forward, a decoding step with what its kernels belong to, all completions, and a step of the trainer
 on them (AdamW on fp32 weights, bf16 products). `launched` is each step from Python on tensors that
-grow, `graph` what runs on a GPU.
+grow, `graph` what runs on a GPU. `launched, any attention` leaves the choice of attention's kernels
+to torch, which may build them for each length.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import environment
@@ -36,9 +38,10 @@ from fastrl.training.llama_model import LlamaDecoder, LlamaModel
 from fastrl.training.phases import Phase
 from fastrl.training.processes import Processes
 from fastrl.training.rollout_sources import build_sources
-from fastrl.training.sampler import Sampler
+from fastrl.training.sampler import _ATTENTION, Sampler
 
 VARIANTS: dict[str, int | None] = {"launched": 1, "graph": None}  # the cache's blocks
+ANY = "launched, any attention"
 # Kernels by what they belong to, the first that matches.
 KERNELS = {
     "attention": ("fmha", "flash", "attention", "sdpa", "cudnn_generated"),
@@ -58,20 +61,20 @@ def main() -> None:
     parser.add_argument("--parts", default="decoding,training")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    sizes = ("model", "sequences", "prompt", "new")
+    common = {**{name: getattr(options, name) for name in sizes}, **environment()}
     rows: list[dict[str, Any]] = []
     parts = {"decoding": decoding_rows, "training": training_rows}
     for part in options.parts.split(","):
         for row in parts[part](options):
             rows.append(row)
             print(json.dumps(row), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({**common, "rows": rows}, indent=1) + "\n")
         gc.collect()
-        if options.json:
-            common = {**vars(options), **environment()}
-            shown = {key: value for key, value in common.items() if key not in ("json", "parts")}
-            options.json.write_text(json.dumps({**shown, "rows": rows}, indent=1) + "\n")
 
 
-def decoding_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+def decoding_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The prompts' forward, steps and whole completions, with random weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = llama(MODELS[options.model])
@@ -81,17 +84,16 @@ def decoding_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     processes = Processes(ParallelConfig(), 0, device, None)
     vocabulary = config.vocab_size or 0
     prompts = torch.randint(vocabulary, (options.sequences, options.prompt)).tolist()
-    rows = []
-    for variant, block in VARIANTS.items():
+    for variant, block in [*VARIANTS.items(), (ANY, 1)]:
         decoder = LlamaDecoder(model, processes, block_size=block)
         generator = torch.Generator(device)
-        bounds = SamplerConfig(max_new_tokens=options.new, max_batch_size=options.sequences)
-        sampler = Sampler(bounds, decoder, [-1], generator, processes)  # nothing ends
-        sampler.sample(prompts[:2])
-        seconds, _ = timed(lambda: sampler.sample(prompts))  # noqa: B023
-        row = {"what": "completions", "variant": variant, "seconds": seconds}
-        rows += [row, *step_rows(options, variant, decoder, generator, prompts)]
-    return rows
+        with sdpa_kernel(_ATTENTION) if variant != ANY else nullcontext():
+            yield from step_rows(options, variant, decoder, generator, prompts)
+        if variant != ANY:
+            bounds = SamplerConfig(max_new_tokens=options.new, max_batch_size=options.sequences)
+            sampler = Sampler(bounds, decoder, [-1], generator, processes)  # nothing ends
+            seconds, _ = timed(lambda: sampler.sample(prompts))  # noqa: B023
+            yield {"what": "completions", "variant": variant, "seconds": round(seconds, 3)}
 
 
 @torch.no_grad()
@@ -104,11 +106,13 @@ def step_rows(
 ) -> list[dict[str, Any]]:
     """The prompts' forward, and steps in the middle of the completions."""
     drawing = Drawing(1.0, torch.tensor([-1], device=generator.device), generator, False)
+    decoder.prefill(prompts[:1], options.new)
     seconds, (logits, cache) = timed(lambda: decoder.prefill(prompts, options.new))
     rows = [{"what": "prompts", "variant": variant, "time_ms": round(1e3 * seconds, 1)}]
     draws = Draws(decoder, drawing, cache, logits, options.new)
     del logits
-    while cache.length < options.prompt + options.new // 4 or 1 < cache.room < 3 + options.steps:
+    draws.step()
+    while 1 < cache.room < options.steps + 10:
         draws.step()  # to a block with room for what follows
     is_graph = variant == "graph"
     begin = time.perf_counter()
@@ -145,13 +149,12 @@ def kernel_times(step: Callable[[], None], number: int = 8) -> dict[str, float]:
     return {**{kind: round(value, 3) for kind, value in times.items()}, "number": count // number}
 
 
-def training_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+def training_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A step of the trainer in each variant, after one that compiles kernels."""
     config = training_config(options)
     context = build_context(config, processes=processes_of(config))
     phase = Phase(config, 0, context, build_sources(config, context)[0])
     phase.step()
-    rows = []
     for variant, block in VARIANTS.items():
         use_blocks(context, block)
         times: dict[str, float] = {}
@@ -162,9 +165,8 @@ def training_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         row = {"what": "training step", "variant": variant, "seconds": round(total, 3)}
         tokens = result.metrics["completion_length"] * options.sequences
         parts = {f"{name}_s": round(value, 3) for name, value in times.items()}
-        rows.append({**row, **parts, "sampled_tokens": round(tokens)})
+        yield {**row, **parts, "sampled_tokens": round(tokens)}
     context.processes.close()
-    return rows
 
 
 def training_config(options: argparse.Namespace) -> RunConfig:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastrl.config.base import UserError
 from fastrl.config.environment import SamplerConfig
@@ -16,6 +17,13 @@ from fastrl.training.processes import Processes
 
 _COMPACT_BELOW = 0.75
 """Unfinished sequences move to a smaller cache when they are fewer than this share."""
+
+_ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Not cuDNN's kernels, a new one of which is built for each length and number of sequences."""
 
 _LOOK_EVERY = 16
 """Steps that are alike run without a look at whether all sequences have ended."""
@@ -80,7 +88,8 @@ class Sampler:
                 # A seed per batch: the result does not depend on which process samples it.
                 self._generator.manual_seed(seed + number)
             batch = prompts[start : start + per_batch]
-            mine.append(self._sample_batch(batch, num_each, drawing))
+            with sdpa_kernel(_ATTENTION):
+                mine.append(self._sample_batch(batch, num_each, drawing))
         shares = processes.gather(mine)
         num_batches = sum(map(len, shares))
         flat = [
