@@ -3,10 +3,10 @@
     python -m benchmarks.sampler --json benchmarks/results/sampler.json
 
 64 completions of 400 tokens after prompts of 200, of a 1B model in bf16 on one device: the prompts'
-forward, a decoding step with what its kernels belong to, all completions, and a step of the trainer
-on them (AdamW on fp32 weights, bf16 products). `launched` is each step from Python on tensors that
-grow, `graph` what runs on a GPU. `launched, any attention` leaves the choice of attention's kernels
-to torch, which may build them for each length.
+forward, a decoding step with what its kernels belong to, and a step of the trainer on them (AdamW
+on fp32 weights, bf16 products). `launched` is each step from Python on tensors that grow, `graph`
+what runs on a GPU. `launched, any attention` leaves the choice of attention's kernels to torch,
+which may build them for each length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from benchmarks.memory_cases import llama
 from benchmarks.update_cases import MODELS
 from fastrl import Llama
 from fastrl.config import RunConfig, parse_config
-from fastrl.config.environment import SamplerConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.cuda_graph import repeated
@@ -38,7 +37,7 @@ from fastrl.training.llama_model import LlamaDecoder, LlamaModel
 from fastrl.training.phases import Phase
 from fastrl.training.processes import Processes
 from fastrl.training.rollout_sources import build_sources
-from fastrl.training.sampler import _ATTENTION, Sampler
+from fastrl.training.sampler import ATTENTION
 
 VARIANTS: dict[str, int | None] = {"launched": 1, "graph": None}  # the cache's blocks
 ANY = "launched, any attention"
@@ -58,13 +57,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200)
     parser.add_argument("--new", type=int, default=400)
     parser.add_argument("--steps", type=int, default=50, help="that are timed")
-    parser.add_argument("--parts", default="decoding,training")
+    parser.add_argument("--parts", default="decoding,training,any")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     sizes = ("model", "sequences", "prompt", "new")
     common = {**{name: getattr(options, name) for name in sizes}, **environment()}
     rows: list[dict[str, Any]] = []
-    parts = {"decoding": decoding_rows, "training": training_rows}
+    parts = {"decoding": decoding_rows, "training": training_rows, "any": any_attention_rows}
     for part in options.parts.split(","):
         for row in parts[part](options):
             rows.append(row)
@@ -75,40 +74,35 @@ def main() -> None:
 
 
 def decoding_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The prompts' forward, steps and whole completions, with random weights."""
+    """The prompts' forward and steps, with random weights."""
+    for variant, block in VARIANTS.items():
+        with sdpa_kernel(ATTENTION):
+            yield from step_rows(options, variant, block)
+
+
+def any_attention_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The same steps, launched, with the kernels that torch prefers."""
+    return step_rows(options, ANY, VARIANTS["launched"])
+
+
+@torch.no_grad()
+def step_rows(
+    options: argparse.Namespace, variant: str, block: int | None
+) -> Iterator[dict[str, Any]]:
+    """The prompts' forward, and steps that follow it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = llama(MODELS[options.model])
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Llama(config, device=device, dtype=dtype).eval()
-    processes = Processes(ParallelConfig(), 0, device, None)
+    decoder = LlamaDecoder(model, Processes(ParallelConfig(), 0, device, None), block_size=block)
+    generator = torch.Generator(device)
     vocabulary = config.vocab_size or 0
     prompts = torch.randint(vocabulary, (options.sequences, options.prompt)).tolist()
-    for variant, block in [*VARIANTS.items(), (ANY, 1)]:
-        decoder = LlamaDecoder(model, processes, block_size=block)
-        generator = torch.Generator(device)
-        with sdpa_kernel(_ATTENTION) if variant != ANY else nullcontext():
-            yield from step_rows(options, variant, decoder, generator, prompts)
-        if variant != ANY:
-            bounds = SamplerConfig(max_new_tokens=options.new, max_batch_size=options.sequences)
-            sampler = Sampler(bounds, decoder, [-1], generator, processes)  # nothing ends
-            seconds, _ = timed(lambda: sampler.sample(prompts))  # noqa: B023
-            yield {"what": "completions", "variant": variant, "seconds": round(seconds, 3)}
-
-
-@torch.no_grad()
-def step_rows(
-    options: argparse.Namespace,
-    variant: str,
-    decoder: LlamaDecoder,
-    generator: torch.Generator,
-    prompts: list[list[int]],
-) -> list[dict[str, Any]]:
-    """The prompts' forward, and steps in the middle of the completions."""
     drawing = Drawing(1.0, torch.tensor([-1], device=generator.device), generator, False)
     decoder.prefill(prompts[:1], options.new)
     seconds, (logits, cache) = timed(lambda: decoder.prefill(prompts, options.new))
-    rows = [{"what": "prompts", "variant": variant, "time_ms": round(1e3 * seconds, 1)}]
+    yield {"what": "prompts", "variant": variant, "time_ms": round(1e3 * seconds, 1)}
     draws = Draws(decoder, drawing, cache, logits, options.new)
     del logits
     draws.step()
@@ -128,7 +122,7 @@ def step_rows(
     row = {"what": "step", "variant": variant, "time_ms": round(ms, 3), "kernels_ms": kernels}
     if is_graph:
         row["capture_ms"] = round(1e3 * capture, 1)
-    return [*rows, row]
+    yield row
 
 
 def kernel_times(step: Callable[[], None], number: int = 8) -> dict[str, float]:
@@ -182,7 +176,7 @@ def training_config(options: argparse.Namespace) -> RunConfig:
         | {"activation_checkpointing": "full", **sizes, **fast},
         "parallel": parallel,
         "tokenizer": {"type": "character"},
-        "environment": {"type": "python", "path": "benchmarks.sampler_task:Draw"}
+        "environment": {"type": "python", "path": "benchmarks.sampler_task:Draw", "fence": False}
         | {"config": {"length": options.prompt}, "train_prompts": 256, "heldout_prompts": 1},
         "sampler": {"max_new_tokens": options.new, "max_batch_size": options.sequences},
         "phases": [

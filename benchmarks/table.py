@@ -176,13 +176,13 @@ def update_table(name: str) -> str:
 
 
 def sampler_section(name: str) -> str:
-    """A decoding step, whole completions and a training step, launched and as a graph."""
+    """A decoding step and a training step, launched and as a graph."""
     if not (RESULTS / f"{name}.json").exists():
         return ""
     results = read(name)
     header = ["a decoding step", "ms", "products", "attention", "sampling", "rest", "gaps"]
     steps = [[*header, "kernels", "ms of a capture"]]
-    wholes = [["what", "variant", "s", "sampling", "scoring", "update"]]
+    wholes = [["a training step", "s", "sampling", "scoring", "update"]]
     for row in results["rows"]:
         if row["what"] == "step":
             kernels = row["kernels_ms"]
@@ -192,10 +192,9 @@ def sampler_section(name: str) -> str:
             capture = row.get("capture_ms")
             steps.append([row["variant"], *cells, f"{kernels['number']}"])
             steps[-1].append("" if capture is None else f"{capture:.0f}")
-        elif row["what"] != "prompts":
-            parts = [row.get(f"{kind}_s") for kind in ("sampling", "scoring", "update")]
-            shown = ["" if part is None else f"{part:.2f}" for part in parts]
-            wholes.append([row["what"], row["variant"], f"{row['seconds']:.2f}", *shown])
+        elif row["what"] == "training step":
+            seconds = [row["seconds"], row["sampling_s"], row["scoring_s"], row["update_s"]]
+            wholes.append([row["variant"], *(f"{each:.2f}" for each in seconds)])
     what = (
         f"{results['model']}, {results['sequences']} sequences, prompts of {results['prompt']}"
         f" tokens, {results['new']} new ones each."

@@ -18,7 +18,7 @@ from fastrl.training.processes import Processes
 _COMPACT_BELOW = 0.75
 """Unfinished sequences move to a smaller cache when they are fewer than this share."""
 
-_ATTENTION = [
+ATTENTION = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
@@ -88,7 +88,7 @@ class Sampler:
                 # A seed per batch: the result does not depend on which process samples it.
                 self._generator.manual_seed(seed + number)
             batch = prompts[start : start + per_batch]
-            with sdpa_kernel(_ATTENTION):
+            with sdpa_kernel(ATTENTION):
                 mine.append(self._sample_batch(batch, num_each, drawing))
         shares = processes.gather(mine)
         num_batches = sum(map(len, shares))
