@@ -414,10 +414,11 @@ def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelCon
                 " split, attention takes one interval of keys for a token, and with shared"
                 " prefixes it is several; use `parallel.data` and `parallel.tensor`"
             )
-    if isinstance(model, LlamaConfig) and model.attention_implementation == "varlen":
+    implementation = model.attention_implementation if isinstance(model, LlamaConfig) else "auto"
+    if implementation in ("varlen", "flash4"):
         raise ValueError(
-            f"{where} must not go with `model.attention_implementation: varlen`, which takes the"
-            " tokens of a document as one run; use `auto`"
+            f"{where} must not go with `model.attention_implementation: {implementation}`, which"
+            " takes the tokens of a document as one run; use `auto`"
         )
 
 

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from fastrl.config.model import AttentionImplementation
+from fastrl.models import flash4
 
 FLEX_BLOCK_SIZE = 128
 FLEX_MIN_HEAD_DIM = 16
@@ -73,15 +74,22 @@ def document_attention(
         implementation: as `LlamaConfig.attention_implementation`.
         head_dim: size of one head.
         dtype: dtype of query, key and value.
-        lengths: known on the host, for `varlen`, which otherwise waits for the device once.
+        lengths: known on the host, for `varlen` and `flash4`, which otherwise wait for the device
+            once.
 
     Raises:
         ValueError: the implementation does not run here, or (`per_document`) a document's rows are
             not adjacent.
     """
-    if implementation == "varlen":
-        _check_varlen(document_index.device, dtype)
-        return VarlenDocumentAttention.of(document_index, lengths)
+    if implementation in ("varlen", "flash4"):
+        refusal = varlen_refusal(implementation, document_index.device, dtype)
+        if refusal is not None:
+            raise ValueError(
+                f"`attention_implementation: {implementation}` {refusal}; or use `auto`"
+            )
+        is_flash4 = implementation == "flash4"
+        kind = Flash4DocumentAttention if is_flash4 else VarlenDocumentAttention
+        return kind.of(document_index, lengths)
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)
     if flex and len(document_index) > 0:  # its kernel has no empty launch
         return FlexDocumentAttention(document_block_mask(document_index))
@@ -314,12 +322,21 @@ class FlexDocumentAttention(StatelessAttention):
         return flex_output(query, key, value, self.block_mask)
 
 
-def _check_varlen(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            "`attention_implementation: varlen` needs a CUDA device and 16-bit weights, got"
-            f" {device} and {dtype}; use `auto`."
+def varlen_refusal(
+    implementation: AttentionImplementation, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """What `varlen` or `flash4` needs and is not met here; None if it runs."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"needs 16-bit activations, got {name}; give `parallel.compute_dtype: bfloat16` (and"
+            " `parallel.fully_sharded: true`)"
         )
+    if implementation == "flash4":
+        return flash4.refusal(device)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,6 +384,20 @@ class VarlenDocumentAttention(StatelessAttention):
         bounds = (self.starts, self.starts, self.longest, self.longest)
         output = varlen_attn(query, key, value, *bounds, **options)
         assert isinstance(output, Tensor)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class Flash4DocumentAttention(VarlenDocumentAttention):
+    """The same by FlashAttention 4, whose query heads share key heads as they are."""
+
+    def __call__(
+        self,
+        query: Tensor,  # [T, H, head_dim]
+        key: Tensor,  # [T, K, head_dim]
+        value: Tensor,  # [T, K, head_dim]
+    ) -> Tensor:  # [T, H, head_dim]
+        output, _ = flash4.flash4_attention(query, key, value, self.starts, self.longest)
         return output
 
 

@@ -36,16 +36,17 @@ def prefix_attention(
 
     Args:
         visible_until: int64, of `BatchKwargs`.
-        implementation: as `LlamaConfig.attention_implementation`, but `varlen`.
+        implementation: as `LlamaConfig.attention_implementation`, but `varlen` and `flash4`.
         head_dim: size of one head.
         dtype: of query, key and value.
 
     Raises:
         ValueError: the implementation does not run here.
     """
-    if implementation == "varlen":
+    if implementation in ("varlen", "flash4"):
         raise ValueError(
-            "`attention_implementation: varlen` must not be given where documents share prefixes"
+            f"`attention_implementation: {implementation}` must not be given where documents share"
+            " prefixes"
             " (`share_prefixes`): it takes the keys of a token as one run of rows, and a shared"
             " prefix stands apart from what follows it; use `auto`."
         )

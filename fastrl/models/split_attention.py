@@ -76,9 +76,9 @@ def packed_attention(
             dtype=dtype,
             lengths=lengths,
         )
-    if implementation == "varlen":
+    if implementation in ("varlen", "flash4"):
         raise ValueError(
-            "`attention_implementation: varlen` must not be given where documents are split over"
+            f"`attention_implementation: {implementation}` must not be given where documents are split over"
             " sequence-data ranks or micro-sequences; use `flex`."
         )
     keys = own = torch.stack([document_index, positions])

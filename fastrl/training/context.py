@@ -10,6 +10,7 @@ import torch
 from fastrl.config.base import UserError
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig, RunConfig
+from fastrl.models.attention import varlen_refusal
 from fastrl.training.build_model import build_model, model_folder
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.model import TrainedModel
@@ -116,13 +117,10 @@ def _check_attention(config: LlamaConfig, dtype: str, device: torch.device) -> N
     """Refuses an implementation that the device or the activations do not have."""
     name = config.attention_implementation
     problem = None
-    if name in ("flex", "varlen") and device.type != "cuda":
+    if name in ("varlen", "flash4"):
+        problem = varlen_refusal(name, device, getattr(torch, dtype))
+    elif name == "flex" and device.type != "cuda":
         problem = f"needs a CUDA device, got {device}"
-    elif name == "varlen" and dtype != "bfloat16":
-        problem = (
-            f"needs 16-bit activations, got {dtype}; give `parallel.compute_dtype: bfloat16` (and "
-            "`parallel.fully_sharded: true`)"
-        )
     elif name == "flex" and dtype == "float64":
         problem = "has no float64"
     if problem is not None:
