@@ -121,8 +121,8 @@ class LlamaConfig(Config):
     """How packed documents are kept apart. `per_document`: SDPA on documents of similar length,
     padded to one length, any device. `flex`: FlexAttention with a block mask, CUDA only. `varlen`:
     FlashAttention over documents of any lengths, CUDA and 16 bits only, faster by a third, and not
-    the same to the bit from run to run. `flash4`: the same by FlashAttention 4, for which Hopper or
-    Blackwell GPUs and the flash-attn-4 package are needed. `auto`: `flex` on CUDA (but not in float64, which it
+    the same to the bit from run to run. `flash4`: the same by FlashAttention 4, on Hopper or
+    Blackwell with the flash-attn-4 package. `auto`: `flex` on CUDA (but not in float64, which it
     lacks), else `per_document`."""
 
     activation_checkpointing: ActivationCheckpointing = "none"

@@ -104,6 +104,8 @@ class FileRollouts(RolloutSource):
         UserError: as `RolloutFiles.documents`; no documents, or a column that only some have.
     """
 
+    uses_weights = False
+
     def __init__(
         self,
         config: FileRolloutsConfig,

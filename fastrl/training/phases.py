@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +39,46 @@ from fastrl.training.order import seeded
 from fastrl.training.reference import with_ref_logprobs
 from fastrl.training.rollout_sources import phase_seed
 from fastrl.training.rollouts import RolloutSource, Sample, split_groups
-from fastrl.training.step_metrics import UpdateMetrics, combine_updates
+from fastrl.training.step_metrics import PendingUpdate, combine_updates
 from fastrl.training.trainer_state import TrainerState, trained_names
 
 
-@dataclass(frozen=True)
 class StepResult:
     """The numbers and samples of a step, for the metrics and the display.
 
+    Args:
+        read: gives the first two attributes, once; it waits for the device.
+
     Attributes:
         metrics: numbers by name over the step's updates (`combine_updates`), without those that
-            were left out; `skipped_updates` counts them.
+            were left out; `skipped_updates` counts them. Waits for the step, as the next one does,
+            but not for steps after it.
+        skipped_in_a_row: the most updates left out one after another, up to one of this step.
         num_tokens: tokens of the documents that went through forward and backward passes, on all
             processes; tokens that documents share count for each.
         samples: some of the step's completions.
-        skipped_in_a_row: the most updates left out one after another, up to one of this step.
     """
 
-    metrics: dict[str, float]
-    num_tokens: int
-    samples: list[Sample] = field(default_factory=list)
-    skipped_in_a_row: int = 0
+    def __init__(
+        self,
+        read: Callable[[], tuple[dict[str, float], int]],
+        num_tokens: int,
+        samples: list[Sample],
+    ) -> None:
+        self._read = read
+        self.num_tokens, self.samples = num_tokens, samples
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._numbers[0]
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        return self._numbers[1]
+
+    @cached_property
+    def _numbers(self) -> tuple[dict[str, float], int]:
+        return self._read()
 
 
 @dataclass
@@ -225,7 +243,10 @@ class Phase:
         )
 
     def step(self) -> StepResult:
-        """The result of a step: its updates on the next documents."""
+        """The result of a step: its updates on the next documents.
+
+        The device may still be at work on them. Results are read in the order of their steps.
+        """
         seed = seeded(self._seed, self.steps_done).getrandbits(63)
         self._context.generator.manual_seed(seed)
         torch.manual_seed(seed)  # of dropout
@@ -243,7 +264,7 @@ class Phase:
         ]
         num_updates = self.config.steps * mini_batches * epochs
         number = self.steps_done * mini_batches * epochs
-        results, longest = [], 0
+        results = []
         for epoch in range(epochs):
             for index, (step, micro_batches) in enumerate(updates):
                 gives_old = first_gives_old and epoch == index == 0
@@ -254,13 +275,25 @@ class Phase:
                     for batch, output in zip(micro_batches, outputs, strict=True):
                         batch.whole = batch.whole.replace(old_logprobs=output.logprobs)
                 results.append(self._update(step, outputs, number, num_updates))
-                longest = max(longest, self.skipped_in_a_row)
                 number += 1
         self.steps_done += 1
-        made = [result for result in results if not result.is_skipped]
-        metrics = combine_updates(made) | {"skipped_updates": len(results) - len(made)}
         num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
-        return StepResult(rollouts.metrics | metrics, num_tokens, rollouts.samples, longest)
+        read = partial(self._finish, results, rollouts.metrics)
+        return StepResult(read, num_tokens, rollouts.samples)
+
+    def _finish(
+        self, updates: Sequence[PendingUpdate], metrics: Mapping[str, float]
+    ) -> tuple[dict[str, float], int]:
+        """The metrics of a step, and the most of its updates left out in a row."""
+        longest, made = 0, []
+        for update in updates:
+            found = update.metrics
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if found.is_skipped else 0
+            longest = max(longest, self.skipped_in_a_row)
+            if not found.is_skipped:
+                made.append(found)
+        skipped = {"skipped_updates": len(updates) - len(made)}
+        return {**metrics, **combine_updates(made), **skipped}, longest
 
     def _prepared(
         self, documents: Sequence[Document], recomputes_old: bool, seed: int
@@ -323,27 +356,31 @@ class Phase:
         outputs: Sequence[HeadOutput],
         number: int,
         num_updates: int,
-    ) -> UpdateMetrics:
+    ) -> PendingUpdate:
         """The metrics of one update with the gradients that are in the model."""
         model = self._context.model
         strategies = [output.strategy for output in outputs]
         model.reduce_gradients()
         norm = apply_update(self.optimizer, self.config.optimizer, number, num_updates)
         totals = step.finish(model.head.loss_groups)
-        values = {**totals, "grad_norm": norm}
+        known = {
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "single_pass": strategies.count("single_pass") / len(strategies),
+        }
         counts = (step.counts.num_labels_in_batch, step.counts.num_documents_in_batch)
-        # All numbers in one transfer, the only host synchronisation of an update.
-        zero = torch.zeros((), dtype=torch.float64, device=norm.device)
-        on_device = torch.stack([zero + value for value in (*values.values(), *counts)])
-        *numbers, labels, documents = on_device.tolist()
-        result = dict(zip(values, numbers, strict=True))
-        is_skipped = not math.isfinite(result["grad_norm"])
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
-        if not is_skipped:
-            model.head.end_step(result)
-        result["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        result["single_pass"] = strategies.count("single_pass") / len(strategies)
-        return UpdateMetrics(result, int(labels), int(documents), is_skipped)
+        update = PendingUpdate({**totals, "grad_norm": norm}, counts, known)
+        # Only what adapts to an update has the next one wait for its numbers.
+        if self._adapts and not update.metrics.is_skipped:
+            model.head.end_step(update.metrics.values)
+        return update
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether the losses of an update depend on the numbers of the one before."""
+        return any(
+            loss.entropy_bonus.adaptive is not None or loss.kl_coefficient.adaptive is not None
+            for loss in self._policy_losses().values()
+        )
 
     def _work(self, document: Document, num_shared: int) -> float:
         """Floating-point operations of a document."""

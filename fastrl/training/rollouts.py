@@ -47,11 +47,13 @@ class RolloutSource(Protocol):
 
     Attributes:
         items: what steps are made of; a checkpoint holds their position.
+        uses_weights: whether documents of a step are made by the weights of the step before.
         longest: the most tokens that a document can have.
         digests: SHA-256 of the files that the documents come from, by their path.
     """
 
     items: ShuffledItems[Any]
+    uses_weights: bool = True
     longest: int
     digests: Mapping[str, str]
 

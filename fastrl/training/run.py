@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -147,6 +147,25 @@ def _open_writer(
     )
 
 
+@dataclass(frozen=True)
+class _UnreadStep:
+    """A step that the device may still be at work on.
+
+    Attributes:
+        phase: of the step.
+        phase_step: its number in the phase, from 1.
+        step: its number in the run, from 1.
+        begin: `time.monotonic()` before it.
+        result: to be read.
+    """
+
+    phase: Phase
+    phase_step: int
+    step: int
+    begin: float
+    result: StepResult
+
+
 class Trainer:
     """The loop over the phases of a config.
 
@@ -191,6 +210,8 @@ class Trainer:
         self.state = state
         self._on_files = FileSummary()
         self._final: Evaluation | None = None
+        self._unread: _UnreadStep | None = None
+        self._read_at = 0.0
 
     @property
     def seconds(self) -> float:
@@ -267,37 +288,58 @@ class Trainer:
             every = self._config.checkpoint.every
             if every is not None and phase.steps_done % every == 0 and not last:
                 self._save()
+        self._finish_step()
         reads_rewards = "advantages" in self._config.required_columns(phase.config)
         if reads_rewards and (warning := self._on_files.warning(phase.name)):
             self._display.message(warning)
         return 0
 
     def _step(self, phase: Phase) -> None:
+        """Gives the device a step, then reads the numbers of the step before.
+
+        So the device does not wait for packing, copies, log files and display.
+        """
         self._context.processes.progress()
+        if phase.source.uses_weights:
+            self._finish_step()  # the sampler waits for the device anyway, and takes long
         begin = time.monotonic()
-        result = phase.step()
-        seconds = time.monotonic() - begin
+        try:
+            result = phase.step()
+        finally:
+            self._finish_step()
         self.state = replace(self.state, phase_step=phase.steps_done, step=self.state.step + 1)
-        self._check_finite(result)
-        self._on_files.add(result.metrics)
+        self._unread = _UnreadStep(phase, phase.steps_done, self.state.step, begin, result)
+
+    def _finish_step(self) -> None:
+        """Reads, checks and logs the numbers of the last step, if that is still to be done."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        phase, result = unread.phase, unread.result
+        metrics = result.metrics
+        now = time.monotonic()
+        seconds, self._read_at = now - max(unread.begin, self._read_at), now
+        self._check_finite(unread)
+        self._on_files.add(metrics)
         metrics = {
-            **result.metrics,
+            **metrics,
             "tokens_per_second": result.num_tokens / seconds,
             "seconds": self.seconds,
         }
-        self._writer.log(self.state.step, phase.name, metrics)
+        self._writer.log(unread.step, phase.name, metrics)
         self._display.step(metrics)
         if isinstance(phase.config, RLPhaseConfig):
-            shows = (phase.steps_done - 1) % self._config.logging.samples_every == 0
+            shows = (unread.phase_step - 1) % self._config.logging.samples_every == 0
             samples = result.samples[: self._config.logging.num_samples]
             if shows and samples:
-                self._writer.log_samples(self.state.step, phase.name, samples)
+                self._writer.log_samples(unread.step, phase.name, samples)
                 self._display.samples(samples)
 
-    def _check_finite(self, result: StepResult) -> None:
+    def _check_finite(self, unread: _UnreadStep) -> None:
+        result = unread.result
         bad = [name for name, value in result.metrics.items() if not math.isfinite(value)]
         problem = f"{', '.join(bad)} must be finite" if bad else ""
-        bound = self._phase.config.optimizer.max_skipped_updates
+        bound = unread.phase.config.optimizer.max_skipped_updates
         if result.skipped_in_a_row > bound:
             problem = (
                 f"grad_norm must be finite, was not in {result.skipped_in_a_row} updates one after "
@@ -305,12 +347,13 @@ class Trainer:
             )
         if problem:
             raise UserError(
-                f"step {self.state.step} (phase `{self._phase.name}`): {problem}; the run ends "
+                f"step {unread.step} (phase `{unread.phase.name}`): {problem}; the run ends "
                 "here, its last checkpoint is as it was. Try a lower `optimizer.learning_rate` or "
                 "`max_grad_norm`"
             )
 
     def _evaluate(self) -> Evaluation | None:
+        self._finish_step()
         if self._context.environment is None:
             return None
         self._context.processes.progress()
@@ -321,6 +364,7 @@ class Trainer:
         return evaluation
 
     def _save(self) -> None:
+        self._finish_step()
         place = (self.state.phase, self.state.phase_step)
         if place == self._saved_at:
             return

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
+
+import torch
+from torch import Tensor
 
 _COUNTS = ("tokens", "documents")
 _OF_AN_UPDATE = ("loss", "grad_norm", "learning_rate", "single_pass")
@@ -25,6 +30,44 @@ class UpdateMetrics:
     labels: int
     documents: int
     is_skipped: bool = False
+
+
+class PendingUpdate:
+    """The numbers of one update on their way to the host, in one transfer.
+
+    The copy is queued behind the update: who reads it waits for the update, not for what the device
+    was given since.
+
+    Args:
+        values: scalars by name, as `finish_metrics` gives them, `grad_norm` among them.
+        counts: labels and documents with labels of the update, on all processes.
+        known: further metrics, of the host.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        counts: tuple[int | Tensor, int | Tensor],
+        known: Mapping[str, float],
+    ) -> None:
+        device = values["grad_norm"].device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        numbers = torch.stack([zero + value for value in (*values.values(), *counts)])
+        self._names, self._known = tuple(values), known
+        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
+        self._arrived = None
+        if numbers.is_cuda:
+            self._arrived = torch.cuda.current_stream(device).record_event()
+
+    @cached_property
+    def metrics(self) -> UpdateMetrics:
+        """The numbers; waits for the update when first asked for."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        *numbers, labels, documents = self._numbers.tolist()
+        values = {**dict(zip(self._names, numbers, strict=True)), **self._known}
+        is_skipped = not math.isfinite(values["grad_norm"])
+        return UpdateMetrics(values, int(labels), int(documents), is_skipped)
 
 
 def combine_updates(updates: Sequence[UpdateMetrics]) -> dict[str, float]:

@@ -38,7 +38,9 @@ class Package:
         causal: bool,
         return_lse: bool,
     ) -> tuple[Any, ...]:
-        assert causal and return_lse and max_seqlen_q == max_seqlen_k == max(LENGTHS)
+        assert causal
+        assert return_lse
+        assert max_seqlen_q == max_seqlen_k == max(LENGTHS)
         assert cu_seqlens_q.tolist()[:4] == cu_seqlens_k.tolist()[:4] == [0, 3, 4, 10]
         return mixed(q, k, v), torch.full((q.shape[1], q.shape[0]), 7.0), None, None, None
 

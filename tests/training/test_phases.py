@@ -13,7 +13,7 @@ from fastrl.training.context import RunContext, build_context, processes_of
 from fastrl.training.environment import Scores
 from fastrl.training.llama_model import LlamaModel
 from fastrl.training.phases import Phase
-from fastrl.training.step_metrics import UpdateMetrics
+from fastrl.training.step_metrics import PendingUpdate
 from tests.helpers.runs import begin_phase, tiny, tiny_context
 
 pytestmark = pytest.mark.usefixtures("lively_rewards")
@@ -67,9 +67,9 @@ def test_i1_the_first_ratio_of_a_step_is_exactly_1(
         outputs: Sequence[HeadOutput],
         number: int,
         num_updates: int,
-    ) -> UpdateMetrics:
+    ) -> PendingUpdate:
         result = update(phase, step, outputs, number, num_updates)
-        values = result.values
+        values = result.metrics.values
         ratios.append((values["policy/ratio_min"], values["policy/ratio_max"]))
         return result
 
