@@ -98,7 +98,7 @@ def run_variant(
     vocabulary = update.config.vocab_size
     assert vocabulary is not None
     documents = ragged_documents(options.tokens // 2, vocabulary, options.longest)
-    one = _as_many_as_fit(documents, options.tokens)
+    one = as_many_as_fit(documents, options.tokens)
     several = ragged_documents(options.tokens * options.micro_batches, vocabulary, options.longest)
     rows = []
     if not variant.second_forward:
@@ -194,6 +194,12 @@ def kernel_times(run: Callable[[], object]) -> dict[str, float]:
         run()
         torch.cuda.synchronize()
         wall = time.perf_counter() - start
+    times = times_of_kernels(recorded) | {"wall": 1e3 * wall}
+    return {kind: round(value, 1) for kind, value in times.items()}
+
+
+def times_of_kernels(recorded: profile) -> dict[str, float]:
+    """Milliseconds of the device's kernels by what they belong to, and of all of them."""
     times: dict[str, float] = {}
     for event in recorded.key_averages():
         name = event.key.lower()
@@ -201,12 +207,10 @@ def kernel_times(run: Callable[[], object]) -> dict[str, float]:
             (kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), "rest"
         )
         times[kind] = times.get(kind, 0.0) + event.self_device_time_total / 1e3
-    total = sum(times.values())
-    times |= {"kernels": total, "wall": 1e3 * wall}
-    return {kind: round(value, 1) for kind, value in times.items()}
+    return times | {"kernels": sum(times.values())}
 
 
-def _as_many_as_fit(documents: Sequence[Document], num_tokens: int) -> list[Document]:
+def as_many_as_fit(documents: Sequence[Document], num_tokens: int) -> list[Document]:
     """Documents of at most `num_tokens` together, those that do not fit left out."""
     chosen: list[Document] = []
     left = num_tokens

@@ -14,6 +14,7 @@ from benchmarks.memory_cases import LLAMA_1B, QWEN_0_6B, llama
 from fastrl import Document, Llama, LlamaConfig, OptimizerStep
 from fastrl.config.phases import OptimizerConfig
 from fastrl.data.advantages import with_group_advantages
+from fastrl.models import flash4
 from fastrl.models.compiled import compile_layers
 from fastrl.models.flops import TrainingFlops
 from fastrl.training.optimizer import apply_update, build_optimizer
@@ -54,7 +55,7 @@ def variants(on_gpu: bool) -> dict[str, Variant]:
     """By name; the first is what ran before there were others."""
     fast = {"attention_implementation": "varlen"} if on_gpu else {}
     full = {**fast, "activation_checkpointing": "full"}
-    return {
+    found = {
         "eager": Variant(),
         "eager, full checkpointing": Variant({"activation_checkpointing": "full"}),
         "compiled": Variant({}, True),
@@ -65,6 +66,16 @@ def variants(on_gpu: bool) -> dict[str, Variant]:
         "compiled, varlen, full checkpointing": Variant(full, True),
         "compiled, varlen, second forward": Variant(fast, True, second_forward=True),
     }
+    if fastest_attention(on_gpu) == "flash4":
+        found["compiled, flash4"] = Variant({"attention_implementation": "flash4"}, True)
+    return found
+
+
+def fastest_attention(on_gpu: bool) -> str:
+    """The implementation that is fastest of those that run here."""
+    if not on_gpu:
+        return "auto"
+    return "varlen" if flash4.refusal(torch.device("cuda")) else "flash4"
 
 
 def ragged_documents(num_tokens: int, vocab_size: int, longest: int = 8000) -> list[Document]:

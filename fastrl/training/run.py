@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from fastrl.config import RunConfig, UserError, save_config
@@ -145,6 +146,11 @@ def _open_writer(
         first_step=None if is_new else state.step,
         trackers=trackers,
     )
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while the device is at work on what it was given."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -309,6 +315,8 @@ class Trainer:
             self._finish_step()
         self.state = replace(self.state, phase_step=phase.steps_done, step=self.state.step + 1)
         self._unread = _UnreadStep(phase, phase.steps_done, self.state.step, begin, result)
+        if not _runs_ahead(self._context.device):
+            self._finish_step()
 
     def _finish_step(self) -> None:
         """Reads, checks and logs the numbers of the last step, if that is still to be done."""
