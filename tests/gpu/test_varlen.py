@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastrl.config.model import AttentionImplementation
+from fastrl.models import flash4
 from fastrl.models.attention import DocumentLengths, document_attention
 from tests.helpers.tile_cases import relative_error
 
@@ -13,10 +15,15 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (1, 130, 17, 300, 64)
 
 
+@pytest.mark.parametrize("implementation", ["varlen", "flash4"])
 @pytest.mark.parametrize("padding", [0, 5, 700])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
-def test_varlen_is_the_definition(padding: int, known: bool, heads: tuple[int, int]) -> None:
+def test_varlen_is_the_definition(
+    implementation: AttentionImplementation, padding: int, known: bool, heads: tuple[int, int]
+) -> None:
+    if implementation == "flash4" and (lacks := flash4.refusal(torch.device("cuda"))):
+        pytest.skip(lacks)
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     index = torch.cat([index, torch.full((padding,), -1)]).cuda()
     lengths = DocumentLengths(len(LENGTHS), max(LENGTHS)) if known else None
@@ -28,10 +35,11 @@ def test_varlen_is_the_definition(padding: int, known: bool, heads: tuple[int, i
     upstream = torch.randn(len(index), number, 64, device="cuda", dtype=torch.bfloat16)
     is_token = (index >= 0)[:, None, None]
     results = []
-    for implementation in ("varlen", "per_document"):
+    kinds: tuple[AttentionImplementation, ...] = (implementation, "per_document")
+    for kind in kinds:
         attend = document_attention(
             index,
-            implementation=implementation,
+            implementation=kind,
             head_dim=64,
             dtype=torch.bfloat16,
             lengths=lengths,
