@@ -106,7 +106,7 @@ def line(name: str, row: Row) -> str:
 
 
 class Bars:
-    """The rows that were asked for, from the cheapest to the most expensive.
+    """The rows that were asked for.
 
     Args:
         options: of the command line.
@@ -127,16 +127,16 @@ class Bars:
         if "ranks" in names:
             ratio = slowest(draw_documents(4 * 8, LENGTHS["log-normal"]), 4, flops)[0]
             yield "ranks", {"value": ratio}
-        if {"body", "forwards", "train", "peer"} & set(names):
+        if {"body", "forwards", "train"} & set(names):
             yield from self._of_one_model(names)
-        if "kept" in names:
-            yield "kept", self._share(self._update(activation_checkpointing="attention"))
-        if "prefixes" in names:
-            yield "prefixes", self._prefixes()
         if "train" in names:
             yield "train", self._train()
         if "peer" in names and (row := self._peer()):
             yield "peer", row
+        if "prefixes" in names:
+            yield "prefixes", self._prefixes()
+        if "kept" in names:
+            yield "kept", self._share(self._update(activation_checkpointing="attention"))
 
     def _of_one_model(self, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
         """The rows of one compiled model, whose speed others are compared with."""

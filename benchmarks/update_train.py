@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,15 +67,14 @@ def train_row(
 
     The steps that are profiled come after those that are timed. No checkpoint is written.
     """
-    seconds: list[float] = []
+    is_profiled = torch.cuda.is_available()
     step = Phase.step
     recorder = profile(activities=[ProfilerActivity.CUDA])
 
     def observed(phase: Phase) -> StepResult:
-        if phase.steps_done == 3 + TIMED and torch.cuda.is_available():
+        if is_profiled and phase.steps_done == 3 + TIMED:
             torch.cuda.synchronize()
             recorder.start()
-            seconds.append(time.perf_counter())
         return step(phase)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,16 +83,16 @@ def train_row(
         config = run_config(model, documents, max_tokens, attention, file)
         with patch.object(Phase, "step", observed), patch.object(CheckpointSaver, "save"):
             train(config, run)
-        if seconds:
+        if is_profiled:
             torch.cuda.synchronize()
-            seconds.append(time.perf_counter())
             recorder.stop()
         lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    speeds = [json.loads(line)["tokens_per_second"] for line in lines][3 : 3 + TIMED]
+    records = [json.loads(line) for line in lines]
+    speeds = [record["tokens_per_second"] for record in records][3 : 3 + TIMED]
     row: dict[str, Any] = {"tokens_per_second": round(statistics.median(speeds)), "speeds": speeds}
-    if seconds:
-        wall = 1e3 * (seconds[1] - seconds[0]) / PROFILED
+    if is_profiled:
         kinds = times_of_kernels(recorder)
         row["kernels_ms"] = {kind: round(value / PROFILED, 1) for kind, value in kinds.items()}
-        row["kernels_ms"]["wall"] = round(wall, 1)
+        wall = records[-1]["seconds"] - records[-2]["seconds"]
+        row["kernels_ms"]["wall"] = round(1e3 * wall, 1)
     return row

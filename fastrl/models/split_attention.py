@@ -78,8 +78,8 @@ def packed_attention(
         )
     if implementation in ("varlen", "flash4"):
         raise ValueError(
-            f"`attention_implementation: {implementation}` must not be given where documents are split"
-            " over sequence-data ranks or micro-sequences; use `flex`."
+            f"`attention_implementation: {implementation}` must not be given where documents are"
+            " split over sequence-data ranks or micro-sequences; use `flex`."
         )
     keys = own = torch.stack([document_index, positions])
     if pieces is not None:
