@@ -48,6 +48,7 @@ class StepResult:
 
     Args:
         read: gives the first two attributes, once; it waits for the device.
+        last: update of the step; None for a step without documents.
 
     Attributes:
         metrics: numbers by name over the step's updates (`combine_updates`), without those that
@@ -62,10 +63,11 @@ class StepResult:
     def __init__(
         self,
         read: Callable[[], tuple[dict[str, float], int]],
+        last: PendingUpdate | None,
         num_tokens: int,
         samples: list[Sample],
     ) -> None:
-        self._read = read
+        self._read, self._last = read, last
         self.num_tokens, self.samples = num_tokens, samples
 
     @property
@@ -75,6 +77,12 @@ class StepResult:
     @property
     def skipped_in_a_row(self) -> int:
         return self._numbers[1]
+
+    def seconds_after(self, earlier: StepResult) -> float | None:
+        """`PendingUpdate.seconds_after` of the last updates."""
+        if self._last is None or earlier._last is None:
+            return None
+        return self._last.seconds_after(earlier._last)
 
     @cached_property
     def _numbers(self) -> tuple[dict[str, float], int]:
@@ -279,7 +287,8 @@ class Phase:
         self.steps_done += 1
         num_tokens = sum(len(document.tokens) for document in rollouts.documents) * epochs
         read = partial(self._finish, results, rollouts.metrics)
-        return StepResult(read, num_tokens, rollouts.samples)
+        last = results[-1] if results else None
+        return StepResult(read, last, num_tokens, rollouts.samples)
 
     def _finish(
         self, updates: Sequence[PendingUpdate], metrics: Mapping[str, float]

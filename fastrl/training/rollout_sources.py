@@ -35,6 +35,8 @@ class SupervisedDocuments(RolloutSource):
         UserError: a problem has no answer, or holds what the tokenizer has no token for.
     """
 
+    uses_weights = False
+
     def __init__(self, config: SupervisedPhaseConfig, context: RunContext, seed: str) -> None:
         assert context.environment is not None
         tokenizer = context.tokenizer

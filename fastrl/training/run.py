@@ -163,6 +163,7 @@ class _UnreadStep:
         step: its number in the run, from 1.
         begin: `time.monotonic()` before it.
         result: to be read.
+        earlier: of the step that the device was still at work on; None if it had none.
     """
 
     phase: Phase
@@ -170,6 +171,7 @@ class _UnreadStep:
     step: int
     begin: float
     result: StepResult
+    earlier: StepResult | None
 
 
 class Trainer:
@@ -217,7 +219,6 @@ class Trainer:
         self._on_files = FileSummary()
         self._final: Evaluation | None = None
         self._unread: _UnreadStep | None = None
-        self._read_at = 0.0
 
     @property
     def seconds(self) -> float:
@@ -308,13 +309,15 @@ class Trainer:
         self._context.processes.progress()
         if phase.source.uses_weights:
             self._finish_step()  # the sampler waits for the device anyway, and takes long
+        earlier = None if self._unread is None else self._unread.result
         begin = time.monotonic()
         try:
             result = phase.step()
         finally:
             self._finish_step()
         self.state = replace(self.state, phase_step=phase.steps_done, step=self.state.step + 1)
-        self._unread = _UnreadStep(phase, phase.steps_done, self.state.step, begin, result)
+        number = self.state.step
+        self._unread = _UnreadStep(phase, phase.steps_done, number, begin, result, earlier)
         if not _runs_ahead(self._context.device):
             self._finish_step()
 
@@ -325,8 +328,9 @@ class Trainer:
         unread, self._unread = self._unread, None
         phase, result = unread.phase, unread.result
         metrics = result.metrics
-        now = time.monotonic()
-        seconds, self._read_at = now - max(unread.begin, self._read_at), now
+        seconds = None if unread.earlier is None else result.seconds_after(unread.earlier)
+        if seconds is None:
+            seconds = time.monotonic() - unread.begin
         self._check_finite(unread)
         self._on_files.add(metrics)
         metrics = {

@@ -55,9 +55,10 @@ class PendingUpdate:
         numbers = torch.stack([zero + value for value in (*values.values(), *counts)])
         self._names, self._known = tuple(values), known
         self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self._arrived = None
+        self._arrived: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            self._arrived = torch.cuda.current_stream(device).record_event()
+            self._arrived = torch.cuda.Event(enable_timing=True)
+            self._arrived.record(torch.cuda.current_stream(device))
 
     @cached_property
     def metrics(self) -> UpdateMetrics:
@@ -68,6 +69,12 @@ class PendingUpdate:
         values = {**dict(zip(self._names, numbers, strict=True)), **self._known}
         is_skipped = not math.isfinite(values["grad_norm"])
         return UpdateMetrics(values, int(labels), int(documents), is_skipped)
+
+    def seconds_after(self, earlier: PendingUpdate) -> float | None:
+        """From the end of an update to that of this one, both read; None without a GPU's clock."""
+        if self._arrived is None or earlier._arrived is None:
+            return None
+        return earlier._arrived.elapsed_time(self._arrived) / 1e3
 
 
 def combine_updates(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
