@@ -44,6 +44,8 @@ class Processes:
         mesh: of all processes; None for one without FSDP2.
         compile_layers: whether models get compiled decoder layers.
         watch: ends this process when it makes no progress; None for one process.
+        host_group: of all processes, for what their hosts agree on; on GPUs it is gloo's, since
+            NCCL's answer comes after all that the device was given before. None for one process.
     """
 
     config: ParallelConfig
@@ -52,6 +54,7 @@ class Processes:
     mesh: DeviceMesh | None
     compile_layers: bool = False
     watch: Watch | None = None
+    host_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -65,8 +68,8 @@ class Processes:
         """The highest of the numbers of all processes; all must call."""
         if self.size == 1:
             return number
-        most = torch.tensor(number, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+        most = torch.tensor(number, device="cpu")
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.host_group)
         return int(most)
 
     def progress(self) -> None:
@@ -79,7 +82,7 @@ class Processes:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=dist.group.WORLD)
+        dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def from_main(self, decide: Callable[[], T]) -> T:
@@ -204,10 +207,14 @@ def start_processes(config: ParallelConfig, device: torch.device) -> Processes:
         tensor=config.tensor,
         device_type=device.type,
     )
+    host_group = None
     if needed > 1:
         for group in mesh.get_all_groups():  # made with torch's own bound, 10 minutes for NCCL
             dist.distributed_c10d._set_pg_timeout(bound, group)
-    return Processes(config, dist.get_rank(), device, mesh, watch=watch)
+        host_group = dist.group.WORLD
+        if backend == "nccl":
+            host_group = dist.new_group(backend="gloo", timeout=bound)
+    return Processes(config, dist.get_rank(), device, mesh, watch=watch, host_group=host_group)
 
 
 @torch.no_grad()
