@@ -6,10 +6,10 @@ A file says where with `<!-- KIND NAME -->` and `<!-- end -->`, where NAME is a 
 benchmarks/results without its ending and KIND says how to read it: `benchmark` (implementations on
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
 `benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
-of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`, `sampler` of
-`benchmarks.sampler`. `memory`, `slabs` and `sampler` are sections with a heading, empty as long as
-there is no such file. With `--check` nothing is written, and a table that does not say what the
-files say is an error.
+of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`, `bars` of
+`benchmarks.update_bars`, `sampler` of `benchmarks.sampler`. `memory`, `slabs` and `sampler` are
+sections with a heading, empty as long as there is no such file. With `--check` nothing is written,
+and a table that does not say what the files say is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGES = [
         "docs/sharding.md",
     )
 ]
-KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|sampler"
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|bars|sampler"
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -66,6 +66,7 @@ def with_tables(text: str) -> str:
         "trl": trl_table,
         "update": update_table,
         "sampler": sampler_section,
+        "bars": bars_table,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -203,6 +204,19 @@ def sampler_section(name: str) -> str:
         f"## Sampling\n\n{what} {provenance(results, name)}\n\n{markdown(steps)}\n"
         f"{markdown(wholes)}"
     )
+def bars_table(name: str) -> str:
+    """What an update is held to, with the kernels of each row that has some."""
+    rows = read(name)
+    lines = [["what", "value", "at least", "aim", "ms of kernels", "GPU idle"]]
+    for row in rows:
+        kernels = list((row.get("kernels_ms") or {}).values())
+        first = kernels[0] if kernels else {}
+        parts = [f"{kind} {time:.0f}" for kind, time in first.items() if kind != "wall"]
+        idle = f"{1 - first['kernels'] / first['wall']:.1%}" if first else ""
+        bounds = [f"{row[bound]:.2f}" for bound in ("least", "aim")]
+        lines.append([row["what"], f"{row['value']:.3f}", *bounds, ", ".join(parts), idle])
+    about = f"{rows[0]['model']}, attention by `{rows[0]['attention']}`."
+    return f"{about} {provenance(rows[0], name)}\n\n{markdown(lines)}"
 
 
 def speedup_table(name: str) -> str:
