@@ -204,6 +204,8 @@ def sampler_section(name: str) -> str:
         f"## Sampling\n\n{what} {provenance(results, name)}\n\n{markdown(steps)}\n"
         f"{markdown(wholes)}"
     )
+
+
 def bars_table(name: str) -> str:
     """What an update is held to, with the kernels of each row that has some."""
     rows = read(name)

@@ -397,6 +397,7 @@ class Flash4DocumentAttention(VarlenDocumentAttention):
         key: Tensor,  # [T, K, head_dim]
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
+        output: Tensor
         output, _ = flash4.flash4_attention(query, key, value, self.starts, self.longest)
         return output
 

@@ -74,7 +74,8 @@ class PendingUpdate:
         """From the end of an update to that of this one, both read; None without a GPU's clock."""
         if self._arrived is None or earlier._arrived is None:
             return None
-        return earlier._arrived.elapsed_time(self._arrived) / 1e3
+        milliseconds: float = earlier._arrived.elapsed_time(self._arrived)
+        return milliseconds / 1e3
 
 
 def combine_updates(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
