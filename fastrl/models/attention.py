@@ -1,4 +1,4 @@
-"""What a token may see in packed documents.
+"""What a token of packed documents may see: four implementations.
 
 An object of these classes is made once per forward and holds no parameters. Each decoder layer is
 given what `of_layer` returns and calls it as `attend(query, key, value)`: a layer does not know its
