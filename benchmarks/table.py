@@ -209,16 +209,15 @@ def sampler_section(name: str) -> str:
 def bars_table(name: str) -> str:
     """What an update is held to, with the kernels of each row that has some."""
     rows = read(name)
-    lines = [["what", "value", "at least", "aim", "ms of kernels", "GPU idle"]]
+    lines = [["what", "attention", "value", "at least", "aim", "ms of kernels", "GPU idle"]]
     for row in rows:
         kernels = list((row.get("kernels_ms") or {}).values())
         first = kernels[0] if kernels else {}
         parts = [f"{kind} {time:.0f}" for kind, time in first.items() if kind != "wall"]
         idle = f"{1 - first['kernels'] / first['wall']:.1%}" if first else ""
-        bounds = [f"{row[bound]:.2f}" for bound in ("least", "aim")]
-        lines.append([row["what"], f"{row['value']:.3f}", *bounds, ", ".join(parts), idle])
-    about = f"{rows[0]['model']}, attention by `{rows[0]['attention']}`."
-    return f"{about} {provenance(rows[0], name)}\n\n{markdown(lines)}"
+        values = [f"{row[key]:.3f}" for key in ("value", "least", "aim")]
+        lines.append([row["what"], row["attention"], *values, ", ".join(parts), idle])
+    return f"{rows[0]['model']}. {provenance(rows[0], name)}\n\n{markdown(lines)}"
 
 
 def speedup_table(name: str) -> str:
