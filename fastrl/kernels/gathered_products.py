@@ -1,4 +1,4 @@
-"""Products of pairs of rows, sums of scaled rows by segments: work proportional to the pairs."""
+"""Products of pairs of rows: work proportional to the pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gathered_products(
     return products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
 def _products_kernel(
     products,  # [N]
     hidden,  # [R, D]
@@ -74,80 +74,3 @@ def _products_kernel(
         right = tl.load(weight + right_address, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(left * right, 1)
     tl.store(products + pairs, total, mask=in_range)
-
-
-def add_segments(
-    output: Tensor,  # [S, D]
-    segments: Tensor,  # [N] in rising order
-    factors: Tensor,  # [N] fp32
-    source: Tensor,  # [M, D]
-    rows: Tensor,  # [N]
-    first: int = 0,
-) -> None:
-    """output[s] = sum of factors source[rows] over the pairs of segment first + s.
-
-    In fp32, in the order of the pairs, rounded once to output's dtype. Segments without a pair are
-    left as they are; pairs of other segments are left out.
-    """
-    num_pairs, depth = rows.shape[0], output.shape[1]
-    if num_pairs == 0 or depth == 0 or len(output) == 0:
-        return
-    assert output.stride(1) == 1 or depth == 1
-    assert source.stride(1) == 1 or depth == 1
-    block = min(1024, triton.next_power_of_2(depth))
-    _segments_kernel[(num_pairs, triton.cdiv(depth, block))](
-        output=output,
-        segments=segments,
-        ends=torch.searchsorted(segments, segments, right=True),
-        factors=factors,
-        source=source,
-        rows=rows,
-        output_stride=output.stride(0),
-        source_stride=source.stride(0),
-        first=first,
-        num_segments=len(output),
-        depth=depth,
-        BLOCK_PAIRS=8,
-        BLOCK_DEPTH=block,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _segments_kernel(
-    output,  # [S, D]
-    segments,  # [N]
-    ends,  # [N]
-    factors,  # [N]
-    source,  # [M, D]
-    rows,  # [N]
-    output_stride,
-    source_stride,
-    first,
-    num_segments,
-    depth,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
-    """One program sums the segment that begins at its pair, if one does, for a block of columns."""
-    pair = tl.program_id(0).to(tl.int64)
-    key = tl.load(segments + pair)
-    segment = (key - first).to(tl.int64)
-    before = tl.load(segments + tl.maximum(pair - 1, 0))
-    begins = (pair == 0) | (before != key)
-    if begins & (segment >= 0) & (segment < num_segments):
-        end = tl.load(ends + pair)
-        along = tl.program_id(1) * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
-        depth_mask = along < depth
-        total = tl.zeros((BLOCK_DEPTH,), tl.float32)
-        for start in range(pair, end, BLOCK_PAIRS):
-            pairs = start + tl.arange(0, BLOCK_PAIRS)
-            pair_mask = pairs < end
-            factor = tl.load(factors + pairs, mask=pair_mask, other=0.0)
-            row = tl.load(rows + pairs, mask=pair_mask, other=0)
-            address = row[:, None] * source_stride + along[None, :]
-            mask = pair_mask[:, None] & depth_mask[None, :]
-            values = tl.load(source + address, mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(factor[:, None] * values, 0)
-        result = total.to(output.dtype.element_ty)
-        tl.store(output + segment * output_stride + along, result, mask=depth_mask)

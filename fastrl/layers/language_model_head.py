@@ -26,7 +26,7 @@ from fastrl.functional.head.extra_statistics import extra_statistics
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.recorded_teacher import recorded_divergence
-from fastrl.functional.head.replay import replay_logprobs
+from fastrl.functional.head.replay import ReplayRows, replay_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
@@ -387,7 +387,7 @@ class LanguageModelHead(nn.Module):
             statistics = recompute_logprobs(call, rows)
         elif keep.recorded:
             kept = plan.batch.entries["kept_tokens"]
-            statistics = replay_logprobs(call, kept, gradient_rows=rows)
+            statistics = replay_logprobs(call, kept, ReplayRows.all_recorded(call.rows, rows))
         else:
             searched = KeepSet(keep.top_k, keep.top_p, keep.min_p)
             statistics = masked_logprobs(call, searched, gradient_rows=rows)

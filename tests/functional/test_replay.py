@@ -11,11 +11,12 @@ from torch import Tensor
 from fastrl import kernels
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands
 from fastrl.functional.head.checks import check_inputs
-from fastrl.functional.head.replay import replay_logprobs
+from fastrl.functional.head.replay import ReplayRows, replay_logprobs
 from fastrl.functional.kept_tokens import KeptTokens
+from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 
-V, D, T = 700, 24, 40
+V, D, T = 200, 24, 15
 
 
 class Case:
@@ -34,7 +35,7 @@ class Case:
         self.temperature = torch.rand(T, generator=generator, dtype=torch.float64) + 0.5
         labels = torch.randint(V, (T,), generator=generator)
         self.labels = torch.where(torch.arange(T) % 5 == 4, -100, labels)
-        counts = torch.tensor([1, 1, 3, 120, 8]).repeat(T // 5)
+        counts = torch.tensor([1, 1, 3, 40, 8]).repeat(T // 5)
         ids = torch.randint(V, (int(counts.sum()),), generator=generator)
         # Most sets hold 0, an entry that is drawn often, and some the label.
         first = counts.cumsum(0) - counts
@@ -60,9 +61,13 @@ class Case:
             options=CallOptions(True, None, 2**20),
         )
 
+    def statistics(self, rows: Tensor | None = None) -> TokenStatistics:
+        call = self.call(rows)
+        return replay_logprobs(call, self.kept, ReplayRows.all_recorded(call.rows))
+
     def results(self) -> list[Tensor]:
         """Statistics and gradients, with an upstream gradient that is not 1."""
-        statistics = replay_logprobs(self.call(), self.kept)
+        statistics = self.statistics()
         vectors = torch.stack(statistics.vectors())
         loss = (vectors * self.upstream.to(vectors.dtype)).sum()
         return [*vectors.detach(), *torch.autograd.grad(-1.7 * loss, self.inputs)]
@@ -117,13 +122,13 @@ def test_in_the_dtypes_of_models(
 def test_a_row_depends_on_itself_alone(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> None:
     monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
     case = Case(torch.float32)
-    whole = torch.stack(replay_logprobs(case.call(), case.kept).vectors())
-    few = case.call().rows[3:9]
-    part = torch.stack(replay_logprobs(case.call(few), case.kept).vectors())
+    whole = torch.stack(case.statistics().vectors())
+    few = case.call().rows[2:7]
+    part = torch.stack(case.statistics(few).vectors())
     assert torch.equal(part[:, few], whole[:, few])
     order = torch.randperm(len(case.kept.ids))
     case.kept = case.kept.map(lambda values: values[order])
-    assert torch.equal(whole, torch.stack(replay_logprobs(case.call(), case.kept).vectors()))
+    assert torch.equal(whole, torch.stack(case.statistics().vectors()))
 
 
 def test_gradients_of_other_rows_are_left_out() -> None:
@@ -131,7 +136,9 @@ def test_gradients_of_other_rows_are_left_out() -> None:
     rows = case.call().rows
     case.upstream[:, rows[::2]] = 0
     expected = case.results()[3:]
-    statistics = replay_logprobs(case.call(), case.kept, gradient_rows=rows[1::2])
+    statistics = replay_logprobs(
+        case.call(), case.kept, ReplayRows.all_recorded(rows, rows[1::2])
+    )
     loss = (torch.stack(statistics.vectors()) * case.upstream).sum()
     for grad, same in zip(torch.autograd.grad(-1.7 * loss, case.inputs), expected, strict=True):
         torch.testing.assert_close(grad, same, rtol=1e-12, atol=1e-12)

@@ -1,22 +1,23 @@
 """Statistics over recorded sets of entries, from the logits of those entries alone.
 
 For R rows and N entries the products are N D, not R V D, and nothing of vocabulary size is formed
-but the weight's gradient, which is 0 at entries that no row recorded.
+but the weight's gradient, which is 0 at entries that no row recorded. Rows without a record are
+taken over the whole vocabulary, by `recompute`, in the same call.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.functional.head import torch_rows
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadCall, scatter_rows
-from fastrl.functional.head.gathered import gathered_products, write_segments
+from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.entry_ops import entry_ops
+from fastrl.functional.head.recompute import forward_statistics, recompute_backward
 from fastrl.functional.head.recorded_entries import RecordedEntries, recorded_entries
-from fastrl.functional.head.running import finish_statistics, finite_or_zero
 from fastrl.functional.head.sharding import (
     HiddenGradient,
     finish_weight_gradient,
@@ -27,64 +28,49 @@ from fastrl.functional.head.sharding import (
 from fastrl.functional.head.tiling import spans
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.kernels.arguments import RowGradients, VocabularyTile
+from fastrl.kernels.arguments import RowGradients
 
-# Elements of the rows' gradient that exist at a time beside the result: 32 MiB in fp32.
+# Elements of the rows' gradient that exist at a time before it is summed over ranks: 32 MiB.
 GRADIENT_ELEMENTS = 2**23
-# Each entry is a tile of one row and one column.
-_ENTRY = VocabularyTile(0, 1, None)
 
 
-def replay_logprobs(
-    call: HeadCall,
-    kept: KeptTokens,
-    *,
-    gradient_rows: Tensor | None = None,  # [G]
-) -> TokenStatistics:
+@dataclass(frozen=True)
+class ReplayRows:
+    """The rows of a call, and those of them that can have a gradient.
+
+    Attributes:
+        recorded: [R] with a recorded set.
+        recorded_gradient: [G] of `recorded`.
+        whole: [R'] without one, over the whole vocabulary.
+        whole_gradient: [G'] of `whole`.
+    """
+
+    recorded: Tensor
+    recorded_gradient: Tensor
+    whole: Tensor
+    whole_gradient: Tensor
+
+    @classmethod
+    def all_recorded(cls, rows: Tensor, gradient_rows: Tensor | None = None) -> ReplayRows:
+        """Rows that all have a set; default: all can have a gradient."""
+        return cls(rows, rows if gradient_rows is None else gradient_rows, rows[:0], rows[:0])
+
+
+def replay_logprobs(call: HeadCall, kept: KeptTokens, rows: ReplayRows) -> TokenStatistics:
     """Statistics of the labels under softmax over the recorded entries K of each token.
 
         logprob = z[label] - log sum_{v in K} e^{z_v},   K with the label
 
     The set is a constant. A row's statistics depend on its hidden state, the weight and its set
-    alone, and sums are made in a fixed order.
+    alone, and sums are made in a fixed order. A set of the label alone has a log-probability, an
+    entropy and their gradients of exactly 0, and no work in the backward.
 
     Args:
         call: from `check_inputs`; all T tokens.
         kept: of the T tokens.
-        gradient_rows: those that can have a gradient; default: all of the call.
+        rows: of the call.
     """
-    return TokenStatistics(
-        *_ReplayLogprobs.apply(*call.tensors, call.without_tensors(), kept, gradient_rows)
-    )
-
-
-def _products(call: HeadCall, hidden: Tensor, entries: RecordedEntries) -> Tensor:  # [N, 1]
-    """h W^T + b of the entries."""
-    products = torch.zeros(len(entries.rows), dtype=call.dtype, device=hidden.device)
-    for part in call.parts:
-        of_part = hidden[:, part.columns]
-        products += gathered_products(of_part, part.weight, entries.rows, entries.columns)
-    if call.bias is not None and len(call.bias):
-        products += call.bias.detach()[entries.columns]
-    return products[:, None]
-
-
-def _running_statistics(call: HeadCall, hidden: Tensor, kept: KeptTokens) -> Tensor:  # [4, R]
-    entries = recorded_entries(call, kept, call.rows)
-    transform = call.transform.rows(call.rows).rows(entries.index)
-    z, _ = torch_rows.transformed(_products(call, hidden, entries), transform, _ENTRY)
-    z = torch.where(entries.is_there, z[:, 0], -torch.inf)
-    maximum = entries.of_rows(z, "max")
-    shifted = z - finite_or_zero(maximum)[entries.index]
-    exp = shifted.exp()
-    return torch.stack(
-        [
-            maximum,
-            entries.of_rows(exp, "sum"),
-            entries.of_rows(torch.where(exp > 0, shifted * exp, 0), "sum"),
-            entries.of_rows(torch.where(entries.is_label, z, -torch.inf), "max"),
-        ]
-    )
+    return TokenStatistics(*_ReplayLogprobs.apply(*call.tensors, call.without_tensors(), kept, rows))
 
 
 class _ReplayLogprobs(torch.autograd.Function):
@@ -98,111 +84,167 @@ class _ReplayLogprobs(torch.autograd.Function):
         low_rank_weight: Tensor | None,
         call: HeadCall,
         kept: KeptTokens,
-        gradient_rows: Tensor | None,
+        rows: ReplayRows,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ctx.call, ctx.kept = call, kept
+        ctx.call, ctx.rows = call, rows
         call = call.on(hidden_states, weight, bias, low_rank_weight)
-        hidden = gather_hidden(call.hidden_states, call.groups)[call.rows]
-        running = merge_over_vocabulary(_running_statistics(call, hidden, kept), call.groups)
-        statistics = finish_statistics(running, call.options.entropy)
-        statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
-        ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
+        hidden = gather_hidden(call.hidden_states, call.groups)
+        ops, tile = entry_ops(hidden), call.tile()
+        is_row = torch.zeros_like(call.labels, dtype=torch.bool).index_fill_(0, rows.recorded, True)
+        entries = recorded_entries(call, tile.num_columns, kept, is_row)
+        products = _products(call, hidden, entries)
+        running = ops.entry_statistics(
+            products, entries.columns, entries.offsets, call.labels, call.transform, tile
+        )
+        running = merge_over_vocabulary(running, call.groups)
+        logprobs, entropy, logsumexp = ops.finish_rows(running, is_row)
+        statistics = TokenStatistics(
+            logprobs, entropy if call.options.entropy else None, logsumexp
+        )
+        if len(rows.whole):
+            of_whole = forward_statistics(call, hidden[rows.whole], rows.whole)
+            for value, found in zip(statistics.vectors(), of_whole.vectors(), strict=True):
+                value.index_copy_(0, rows.whole, found)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden_states, weight, bias, low_rank_weight, statistics.logsumexp, statistics.entropy
-        )
+            hidden_states, weight, bias, low_rank_weight, logsumexp, statistics.entropy,
+            products, entries.slots, entries.columns, entries.offsets,
+        )  # fmt: skip
         return statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
     @first_order
     @exactly
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, logsumexp, entropy = ctx.saved_tensors
+        *tensors, logsumexp, entropy, products, slots, columns, offsets = ctx.saved_tensors
         call: HeadCall = ctx.call.on(*tensors)
-        rows = rows_with_gradient(call, ctx.gradient_rows, *grads)
-        hidden = gather_hidden(call.hidden_states, call.groups)[rows]
-        entries = recorded_entries(call, ctx.kept, rows)
-        statistics = TokenStatistics(logsumexp, entropy, logsumexp)
-        grad = _grad_products(call, hidden, rows, entries, statistics, grads)
-        needs_hidden, needs_weight, needs_bias, needs_low_rank = ctx.needs_input_grad[:4]
-        of_columns = _OfColumns(call, entries, grad)
-        weights: list[Tensor | None] = [
-            of_columns.sums(hidden[:, part.columns], part.weight, part.gradient_dtype)
-            if needed
-            else None
-            for part, needed in zip(call.parts, (needs_weight, needs_low_rank), strict=False)
-        ]
-        grad_bias = None
-        if needs_bias and call.bias is not None:
-            ones = torch.ones(len(rows), 1, dtype=call.dtype, device=rows.device)
-            grad_bias = of_columns.sums(ones, call.bias[:, None], call.bias.dtype)[:, 0]
-        return (
-            _hidden_gradient(call, rows, entries, grad) if needs_hidden else None,
-            weights[0],
-            grad_bias,
-            weights[1] if len(weights) > 1 else None,
-            *[None] * 3,
+        logprobs, *others = grads
+        if logprobs is None:
+            logprobs = torch.zeros_like(logsumexp)
+        run = _Backward(
+            call,
+            RecordedEntries(slots, columns, offsets),
+            TokenStatistics(logsumexp, entropy, logsumexp),  # log-probabilities are not needed
+            RowGradients(logprobs, *others),
+            ctx.needs_input_grad[:4],
         )
+        run.add_whole_rows(rows_with_gradient(call, ctx.rows.whole_gradient, *grads))
+        run.add_recorded(products, ctx.rows.recorded_gradient)
+        return (*run.finish(), *[None] * 3)
 
 
-def _grad_products(
-    call: HeadCall,
-    hidden: Tensor,  # [R, D]
-    rows: Tensor,  # [R]
-    entries: RecordedEntries,
-    statistics: TokenStatistics,  # of [T], but for the log-probabilities
-    grads: tuple[Tensor | None, ...],  # of logprobs, entropy, logsumexp
-) -> Tensor:  # [N]
-    """Gradient of the products of the entries; 0 for those that are not there."""
-    tokens = rows[entries.index]
-    logprobs, entropy, logsumexp = grads
-    if logprobs is None:
-        logprobs = torch.zeros_like(statistics.logsumexp)
-    grad = torch_rows.row_gradient(
-        _products(call, hidden, entries),
-        torch.where(entries.is_label, 0, -1),
-        statistics.logsumexp[tokens],
-        None if statistics.entropy is None else statistics.entropy[tokens],
-        RowGradients(logprobs, entropy, logsumexp).rows(tokens),
-        call.transform.rows(tokens),
-        _ENTRY,
-        operand_dtype=call.dtype,
-    )[:, 0]
-    return torch.where(entries.is_there, grad, 0)
+def _products(call: HeadCall, hidden: Tensor, entries: RecordedEntries) -> Tensor:  # [N]
+    """h W^T of the entries."""
+    first, *others = (
+        entry_ops(hidden).gathered_products(
+            hidden[:, part.columns], part.weight, entries.slots, entries.columns
+        )
+        for part in call.parts
+    )
+    for other in others:
+        first += other
+    return first
 
 
-class _OfColumns:
-    """The gradients of the products, sorted by weight row."""
+class _Backward:
+    """The gradients of a call: first those of rows over the whole vocabulary, then of entries."""
 
-    def __init__(self, call: HeadCall, entries: RecordedEntries, grad: Tensor) -> None:
-        columns = torch.where(entries.is_there, entries.columns, call.weight.shape[0])
-        self._columns, order = columns.sort(stable=True)
-        self._grad, self._rows = grad[order], entries.index[order]
-        self._groups = call.groups
+    def __init__(
+        self,
+        call: HeadCall,
+        entries: RecordedEntries,
+        statistics: TokenStatistics,  # of [T]
+        gradients: RowGradients,  # of [T]
+        needs: tuple[bool, bool, bool, bool],
+    ) -> None:
+        self.call, self.entries = call, entries
+        self.statistics, self.gradients, self.needs = statistics, gradients, needs
+        self.hidden = gather_hidden(call.hidden_states, call.groups)
+        self.grad_hidden = HiddenGradient(call) if needs[0] else None
+        # Of the weight, the bias and the low-rank part.
+        self.sums: list[Tensor | None] = [None, None, None]
 
-    def sums(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """grad^T h, of the weight's shape: one sum a weight row, rounded once."""
-        total = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-        write_segments(total, self._columns, self._grad, hidden, self._rows)
-        finished = finish_weight_gradient(total, dtype, self._groups)
-        assert finished is not None
-        return finished
-
-
-def _hidden_gradient(
-    call: HeadCall,
-    rows: Tensor,  # [R]
-    entries: RecordedEntries,
-    grad: Tensor,  # [N]
-) -> Tensor:
-    """grad W at the rows."""
-    total = HiddenGradient(call)
-    depth = sum(part.weight.shape[1] for part in call.parts)
-    for start, stop in spans(len(rows), max(GRADIENT_ELEMENTS // max(depth, 1), 1)):
-        values = torch.zeros(stop - start, depth, dtype=call.dtype, device=rows.device)
-        for part in call.parts:
-            write_segments(
-                values[:, part.columns], entries.rows, grad, part.weight, entries.columns, start
+    def add_whole_rows(
+        self,
+        rows: Tensor,  # [G]
+    ) -> None:
+        """The gradients of rows without a record; zeros without such rows."""
+        call, needs = self.call, self.needs
+        if len(rows):
+            grad_rows, *self.sums = recompute_backward(
+                call,
+                rows,
+                self.statistics.map(lambda value: value[rows]),
+                self.gradients.rows(rows),
+                needs,
             )
-        total.write(rows[start:stop], values)
-    return total.finish()
+            if self.grad_hidden is not None and grad_rows is not None:
+                self.grad_hidden.write(rows, grad_rows)
+            return
+        weights = zip((0, 2), (needs[1], needs[3]), call.parts, strict=False)
+        for place, is_needed, part in weights:
+            if is_needed:
+                self.sums[place] = torch.zeros_like(
+                    part.weight, dtype=part.gradient_dtype, memory_format=torch.contiguous_format
+                )
+        if needs[2] and call.bias is not None:
+            self.sums[1] = torch.zeros_like(call.bias)
+
+    def add_recorded(
+        self,
+        products: Tensor,  # [N]
+        rows: Tensor,  # [G]
+    ) -> None:
+        """The gradients of the entries."""
+        call, entries, ops = self.call, self.entries, entry_ops(self.hidden)
+        grad = ops.entry_gradient(
+            products, entries.slots, entries.columns, call.labels, self.statistics.logsumexp,
+            self.statistics.entropy, self.gradients, call.transform, call.tile(),
+        )  # fmt: skip
+        if any(self.needs[1:]):
+            columns, order = entries.columns.sort(stable=True)
+            for place, part in zip((0, 2), call.parts, strict=False):
+                total, of_part = self.sums[place], self.hidden[:, part.columns]
+                if total is not None:
+                    ops.add_segments(total, columns, order, grad, of_part, entries.slots)
+            if self.sums[1] is not None:
+                ones = torch.ones_like(self.hidden[:, :1])
+                ops.add_segments(
+                    self.sums[1][:, None], columns, order, grad, ones, entries.slots
+                )
+        if self.grad_hidden is not None:
+            self._write_hidden(self.grad_hidden, grad, rows)
+
+    def _write_hidden(
+        self,
+        total: HiddenGradient,
+        grad: Tensor,  # [N]
+        rows: Tensor,  # [G]
+    ) -> None:
+        call, entries, ops = self.call, self.entries, entry_ops(self.hidden)
+
+        def write(output: Tensor, rows: Tensor, at_slots: bool) -> None:
+            for part in call.parts:
+                ops.write_rows(
+                    output[:, part.columns], rows, entries.offsets, grad, part.weight,
+                    entries.columns, at_slots=at_slots,
+                )  # fmt: skip
+
+        if total.rounded is not None:
+            write(total.rounded, rows, True)
+            return
+        depth = self.hidden.shape[1]
+        for start, stop in spans(len(rows), max(GRADIENT_ELEMENTS // max(depth, 1), 1)):
+            values = torch.empty(stop - start, depth, dtype=call.dtype, device=rows.device)
+            write(values, rows[start:stop], False)
+            total.write(rows[start:stop], values)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight, bias and low-rank weight."""
+        return (
+            None if self.grad_hidden is None else self.grad_hidden.finish(),
+            *(
+                grad if grad is None else finish_weight_gradient(grad, grad.dtype, self.call.groups)
+                for grad in self.sums
+            ),
+        )

@@ -117,6 +117,11 @@ class HiddenGradient:
         self._sending: tuple[dist.Work, Tensor, Tensor] | None = None  # with its rows and values
         self._part: tuple[dist.Work, Tensor] | None = None  # with this rank's slice
 
+    @property
+    def rounded(self) -> Tensor | None:
+        """[T, D] to write rows into, rounded once; None where `write` first sums them over ranks."""
+        return self._total if self._groups.tp is None else None
+
     def write(
         self,
         rows: Tensor,  # [R]

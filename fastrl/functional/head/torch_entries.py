@@ -1,0 +1,237 @@
+"""Recorded entries in torch, for any device and dtype.
+
+`fastrl.kernels` has Triton kernels of the same names, signatures and arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.functional.head import torch_rows
+from fastrl.functional.head.matmul import accumulation_dtype
+from fastrl.functional.head.running import finish_statistics, finite_or_zero
+from fastrl.functional.head.tiling import spans
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+
+# Elements of the gathered rows that exist at a time: 16 MiB in fp32.
+_GATHERED_ELEMENTS = 2**22
+
+
+def entry_keys(
+    ids: Tensor,  # [n]
+    slots: Tensor,  # [n]
+    labels: Tensor,  # [T]
+    is_row: Tensor,  # [T] bool
+    first_column: int,
+    num_columns: int,
+) -> Tensor:  # [n + T]
+    """slot * num_columns + column of each entry, then of each slot's label.
+
+    Those of other slots than `is_row`, or of other columns than the `num_columns` from
+    `first_column` on, are T * max(num_columns, 1): after all others.
+    """
+    num_slots, width = len(labels), max(num_columns, 1)
+    slot = torch.cat([slots, torch.arange(num_slots, device=slots.device)])
+    column = torch.cat([ids, labels]) - first_column
+    is_there = (slot >= 0) & is_row[slot] & (column >= 0) & (column < num_columns)
+    return torch.where(is_there, slot * width + column, num_slots * width)
+
+
+def split_keys(
+    keys: Tensor,  # [N] in rising order
+    num_slots: int,
+    num_columns: int,
+    absent: int,
+) -> tuple[Tensor, Tensor]:  # [N], [N]
+    """Slot and column of each key; (T, `absent`) for those that are not there or come again."""
+    slots = keys // num_columns
+    is_there = slots < num_slots
+    is_there[1:] &= keys[1:] != keys[:-1]
+    columns = torch.where(is_there, keys % num_columns, absent)
+    return torch.where(is_there, slots, num_slots), columns
+
+
+def gathered_products(
+    hidden: Tensor,  # [T, D]
+    weight: Tensor,  # [V, D]
+    slots: Tensor,  # [N]; T for an entry that is not there
+    columns: Tensor,  # [N]
+) -> Tensor:  # [N] in accumulation_dtype
+    """sum_d hidden[slots, d] weight[columns, d]; 0 for entries that are not there."""
+    dtype = accumulation_dtype(hidden.dtype)
+    result = torch.zeros(len(slots), dtype=dtype, device=hidden.device)
+    there = (slots < len(hidden)).nonzero()[:, 0]
+    for start, stop in spans(len(there), max(_GATHERED_ELEMENTS // max(hidden.shape[1], 1), 1)):
+        chunk = there[start:stop]
+        left = hidden[slots[chunk]].to(dtype)
+        result[chunk] = (left * weight[columns[chunk]].to(dtype)).sum(1)
+    return result
+
+
+def entry_statistics(
+    products: Tensor,  # [N]
+    columns: Tensor,  # [N]; not below the tile's for an entry that is not there
+    offsets: Tensor,  # [T + 1]
+    labels: Tensor,  # [T] of the whole vocabulary
+    transform: LogitTransform,
+    tile: VocabularyTile,
+) -> Tensor:  # [4, T]
+    """Running statistics of each slot's entries, summed in their order; of none where it has none."""
+    num_slots, num_entries = len(labels), int(offsets[-1])
+    slots = torch.arange(num_slots, device=labels.device).repeat_interleave(offsets.diff())
+    products, columns = products[:num_entries], columns[:num_entries]
+    z, _ = _logits(products, slots, columns, transform, tile)
+
+    def of_slots(values: Tensor, operation: str) -> Tensor:
+        initial = 0.0 if operation == "sum" else -torch.inf
+        return torch.segment_reduce(
+            values, operation, offsets=offsets, initial=initial, unsafe=True
+        )
+
+    maximum = of_slots(z, "max")
+    shifted = z - finite_or_zero(maximum)[slots]
+    exp = shifted.exp()
+    is_label = labels[slots] - tile.first_column == columns
+    return torch.stack(
+        [
+            maximum,
+            of_slots(exp, "sum"),
+            of_slots(torch.where(exp > 0, shifted * exp, 0), "sum"),
+            of_slots(torch.where(is_label, z, -torch.inf), "max"),
+        ]
+    )
+
+
+def finish_rows(
+    statistics: Tensor,  # [4, T]
+    is_row: Tensor,  # [T] bool
+) -> tuple[Tensor, Tensor, Tensor]:  # [T] each
+    """Log-probability, entropy and log-sum-exp as of `finish_statistics`; 0 outside of `is_row`."""
+    finished = finish_statistics(statistics, entropy=True).vectors()
+    logprobs, entropy, logsumexp = (torch.where(is_row, value, 0) for value in finished)
+    return logprobs, entropy, logsumexp
+
+
+def entry_gradient(
+    products: Tensor,  # [N]
+    slots: Tensor,  # [N]
+    columns: Tensor,  # [N]; not below the tile's for an entry that is not there
+    labels: Tensor,  # [T]
+    logsumexp: Tensor,  # [T]
+    entropy: Tensor | None,  # [T], needed with a gradient of it
+    gradients: RowGradients,  # of [T]
+    transform: LogitTransform,
+    tile: VocabularyTile,
+) -> Tensor:  # [N]
+    """Gradient of the products as of `row_gradient`; 0 for entries that are not there."""
+    is_there = columns < tile.num_columns
+    if len(labels) == 0 or len(products) == 0:
+        return torch.zeros_like(products)
+    slots, columns = torch.where(is_there, slots, 0), torch.where(is_there, columns, 0)
+    biased, own = _biased(products, columns, tile), _single_column()
+    grad = torch_rows.row_gradient(
+        biased[:, None],
+        torch.where(labels[slots] - tile.first_column == columns, 0, -1),
+        logsumexp[slots],
+        None if entropy is None else entropy[slots],
+        gradients.rows(slots),
+        transform.rows(slots),
+        own,
+        operand_dtype=products.dtype,
+    )[:, 0]
+    return torch.where(is_there, grad, 0)
+
+
+def _biased(products: Tensor, columns: Tensor, tile: VocabularyTile) -> Tensor:
+    return products if tile.bias is None else products + tile.bias[columns]
+
+
+def _single_column() -> VocabularyTile:
+    """The tile of an entry: one row and one column."""
+    return VocabularyTile(0, 1, None)
+
+
+def _logits(
+    products: Tensor,  # [N]
+    slots: Tensor,  # [N]
+    columns: Tensor,  # [N]
+    transform: LogitTransform,
+    tile: VocabularyTile,
+) -> tuple[Tensor, Tensor]:
+    """z [N], -inf for entries that are not there, and which are."""
+    is_there = columns < tile.num_columns
+    if len(products) == 0:
+        return products, is_there
+    biased = _biased(products, torch.where(is_there, columns, 0), tile)
+    z, _ = torch_rows.transformed(biased[:, None], transform.rows(slots), _single_column())
+    return torch.where(is_there, z[:, 0], -torch.inf), is_there
+
+
+def add_segments(
+    output: Tensor,  # [S, D]
+    segments: Tensor,  # [N] in rising order
+    order: Tensor,  # [N]
+    factors: Tensor,  # [M] in accumulation_dtype
+    source: Tensor,  # [K, D]
+    rows: Tensor,  # [M]
+) -> None:
+    """output[s] += sum of factors[i] source[rows[i]] over the i = order[n] of segment s.
+
+    In the order of the pairs, and rounded once to output's dtype. What has no factor other than 0
+    is neither read nor written; pairs of segments from S on are left out.
+    """
+    used = ((segments < len(output)) & (factors[order] != 0)).nonzero()[:, 0]
+    if len(used) == 0:
+        return
+    entries = order[used]
+    found, counts = torch.unique_consecutive(segments[used], return_counts=True)
+    places = torch.arange(len(found), device=segments.device).repeat_interleave(counts)
+    sums = torch.zeros(len(found), output.shape[1], dtype=factors.dtype, device=output.device)
+    _add_scaled(sums, places, factors[entries], source, rows[entries])
+    output[found] = (output[found].to(sums.dtype) + sums).to(output.dtype)
+
+
+def write_rows(
+    output: Tensor,  # [R, D], or [T, D]
+    slots: Tensor,  # [R] of T
+    offsets: Tensor,  # [T + 1]
+    factors: Tensor,  # [N] in accumulation_dtype
+    source: Tensor,  # [K, D]
+    columns: Tensor,  # [N]
+    *,
+    at_slots: bool,
+) -> None:
+    """output[r], or output[slots[r]], = sum of factors source[columns] over the slot's entries.
+
+    In the order of the entries, and rounded once; source rows of factor 0 are not read.
+    """
+    first, counts = offsets[slots], offsets[slots + 1] - offsets[slots]
+    places = torch.arange(len(slots), device=slots.device).repeat_interleave(counts)
+    ends = counts.cumsum(0)
+    entries = torch.arange(len(places), device=slots.device) + (first - ends + counts)[places]
+    used = (factors[entries] != 0).nonzero()[:, 0]
+    places, entries = places[used], entries[used]
+    sums = torch.zeros(len(slots), output.shape[1], dtype=factors.dtype, device=output.device)
+    _add_scaled(sums, places, factors[entries], source, columns[entries])
+    if at_slots:
+        output[slots] = sums.to(output.dtype)
+    else:
+        output.copy_(sums)
+
+
+def _add_scaled(
+    sums: Tensor,  # [S, D]
+    places: Tensor,  # [N]
+    factors: Tensor,  # [N]
+    source: Tensor,  # [K, D]
+    rows: Tensor,  # [N]
+) -> None:
+    """sums[places] += factors source[rows], in their order: a GPU's `index_add_` has none."""
+    for start, stop in spans(len(places), max(_GATHERED_ELEMENTS // max(sums.shape[1], 1), 1)):
+        chunk = slice(start, stop)
+        scaled = source[rows[chunk]].to(factors.dtype) * factors[chunk, None]
+        if sums.is_cuda:
+            sums.index_put_((places[chunk],), scaled, accumulate=True)
+        else:
+            sums.index_add_(0, places[chunk], scaled)
