@@ -31,6 +31,7 @@ from benchmarks.measure import (
 )
 from benchmarks.ours import GRPO
 from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.functional.batch import RowSet
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.layers.language_model_head import LanguageModelHead
 
@@ -100,7 +101,9 @@ def measure(name: str, scale: float, repeats: int, warmup: int) -> list[dict[str
     """A row for loss and gradients, and one for log-probabilities alone."""
     case = make_case(SHAPES[name], "cuda" if torch.cuda.is_available() else "cpu")
     kept = recorded_sets(case, scale)
-    case = replace(case, batch=case.batch.replace(kept_tokens=kept))
+    none = RowSet(index=case.labels[:0], document_ends=())  # all documents have sets
+    batch = case.batch.replace(kept_tokens=kept, unrecorded_rows=none)
+    case = replace(case, batch=batch)
     head = make_head(case)
     with torch.no_grad():
         old = head(case.hidden_states, case.batch, compute_loss=False).logprobs

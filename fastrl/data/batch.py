@@ -338,7 +338,10 @@ class TokenBatch:
         labels, columns, draw_weights = self._drawn(slots)
         entries: dict[str, Any] = {name: each[slots] for name, each in self.entries.items()}
         labelled = labels != IGNORE_LABEL
-        active_rows = active_document_rows = None
+        active_rows = active_document_rows = unrecorded_rows = None
+        if self.kept_tokens is not None:
+            has_set = self._with_a_set(self.kept_tokens)[slots]
+            unrecorded_rows = RowSet.from_mask(labelled & ~has_set, document_index)
         if "advantages" in columns:
             active_rows = RowSet.from_mask(columns["advantages"] != 0, document_index)
             active = torch.zeros(self.num_documents, dtype=torch.bool)
@@ -380,12 +383,19 @@ class TokenBatch:
             labelled_rows=RowSet.from_mask(labelled, document_index),
             active_rows=active_rows,
             active_document_rows=active_document_rows,
+            unrecorded_rows=unrecorded_rows,
             whole_documents=not is_cut,
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
             stream_counts=self._stream_counts(slots, counts),
         )
+
+    def _with_a_set(self, kept: KeptTokens) -> Tensor:  # [T]
+        """Which slots are of documents with `kept_tokens`, also where a shard has none of them."""
+        has_set = torch.zeros(self.num_documents + 1, dtype=torch.bool)
+        has_set[self.document_index[kept.has_entry()]] = True
+        return has_set[self.document_index]
 
     def _drawn(
         self,

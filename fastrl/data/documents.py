@@ -80,7 +80,7 @@ class Document:
             of single tokens cannot be converted.
         kept_tokens: for each token (same lengths as the log-probabilities) the ids that the sampler
             drew it from, such as its top-p set; the token itself counts as one of them. A label has
-            at least one.
+            at least one. A document without them was sampled from the whole vocabulary.
         rewards: several rewards of the document by name, whose weighted sum is `reward`.
         greedy_reward: of the most likely answer to the same prompt, the baseline of ReMax.
         sum_squares: of the probabilities of all tokens where each token was drawn, under the policy

@@ -36,16 +36,17 @@ def equal_batches(
         pad_to_multiple: the slots of an empty batch, all padding.
 
     Raises:
-        ValueError: batches with labels carry a column, or recorded entries, on some ranks and not
-            on others; the same on all ranks.
+        ValueError: batches with labels carry a column, or a teacher's entries, on some ranks and
+            not on others; the same on all ranks.
     """
     most, fields = _agreed(batches, groups)
     empty = TokenBatch.from_documents([], sequence_length=pad_to_multiple)
     return [_with_fields(batch, fields) for batch in [*batches, *[empty] * (most - len(batches))]]
 
 
-# What all batches with labels have, or none of them.
-_OF_ALL = (*BATCH_COLUMNS, *ENTRIES)
+# What all batches with labels have, or none of them. Documents without `kept_tokens` are over the
+# whole vocabulary.
+_OF_ALL = (*BATCH_COLUMNS, *(name for name in ENTRIES if name != "kept_tokens"))
 
 
 def _fields(batch: TokenBatch) -> dict[str, bool]:

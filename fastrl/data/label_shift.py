@@ -126,8 +126,11 @@ def _recorded(
 def _kept_tokens(
     documents: Sequence[Document], checked: Sequence[tuple[Array, Array]]
 ) -> KeptTokens | None:
-    """`kept_tokens` in label alignment; None where no document has any."""
-    if not _have("kept_tokens", documents, checked):
+    """`kept_tokens` in label alignment; None where no document has any.
+
+    A document without them has no entry at any label, one with them has some at each.
+    """
+    if all(document.kept_tokens is None for document in documents):
         return None
     lists = [
         id_lists(number, document, "kept_tokens", checked[number][1])

@@ -124,14 +124,15 @@ def check_same_columns(named: Sequence[tuple[str, Document]]) -> None:
     """Refuses a column that some documents with labels have and others lack.
 
     What micro-batches and ranks compute, and so their collectives, follows from their columns.
-    Advantages may come from rewards instead. Documents without labels are not trained on.
+    Advantages may come from rewards instead, and documents without `kept_tokens` are over the whole
+    vocabulary. Documents without labels are not trained on.
 
     Args:
         named: documents of one or several files, and the place of each for the message.
     """
     labelled = [(where, document) for where, document in named if document.has_labels]
     for field in (*REQUIRABLE, *ENTRY_FIELDS):
-        if field == "advantage":
+        if field in ("advantage", "kept_tokens"):
             continue
         lacks = [where for where, document in labelled if getattr(document, field) is None]
         if lacks and len(lacks) < len(labelled):

@@ -244,18 +244,18 @@ def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
 def _replay(what: str, shape: HeadShape) -> HeadOp:
     """`replay`: no logits, and the weight's gradient."""
     size, narrow = shape.hidden_size, shape.narrow
-    num_entries = shape.labelled * (1 + _RECORDED_ENTRIES)
+    num_entries = shape.tokens + shape.labelled * _RECORDED_ENTRIES
     vectors = Memory(_VECTORS, _ROW_BYTES * shape.tokens + _ENTRY_BYTES * num_entries)
-    forward = [*shape.gathered(), Memory(_ROWS, shape.labelled * size * narrow), vectors]
+    forward = [*shape.gathered(), vectors]
     chunk = min(shape.active * size, GRADIENT_ELEMENTS) * shape.wide
     backward = [
         *shape.gathered(),
-        Memory(_ROWS, shape.active * size * narrow + chunk),
+        Memory(_ROWS, chunk if shape.shares_vocabulary else 0),
         Memory(_GRAD_WEIGHT, shape.columns * size * narrow),
         _sum_of_hidden(shape),
         vectors,
     ]
-    return HeadOp(what, False, forward, [Memory(_VECTORS, _ROW_BYTES * shape.tokens)], backward)
+    return HeadOp(what, False, forward, [vectors], backward)
 
 
 def _full_rows(what: str, options: HeadOptions, shape: HeadShape, num_tensors: int) -> HeadOp:

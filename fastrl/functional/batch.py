@@ -124,13 +124,15 @@ class BatchKwargs:
         num_groups_in_batch: groups with a label of the optimizer step.
         kept_tokens: the entries that the sampler drew each label from, for
             `KeepSetConfig.recorded`. Given as [T, K] int64, padded with -1, they become
-            `KeptTokens`.
+            `KeptTokens`. Documents without any entry are over the whole vocabulary.
         teacher_tokens: a teacher's most probable entries at each label with their
             log-probabilities, for `DistillationLossConfig.recorded`.
         labelled_rows: rows with a label.
         active_rows: labelled rows whose advantage is not 0; None without advantages.
         active_document_rows: labelled rows of documents that have a labelled advantage other than 0
             anywhere, also in another shard; None without advantages.
+        unrecorded_rows: labelled rows of documents without `kept_tokens`; None without them, and in
+            batches made by hand.
         whole_documents: no document with a label is cut by this split of the packed sequence: the
             same on all its sequence-data ranks and micro-sequences, so that the choice of
             collectives may depend on it.
@@ -189,6 +191,7 @@ class BatchKwargs:
     labelled_rows: RowSet | None = None
     active_rows: RowSet | None = None
     active_document_rows: RowSet | None = None
+    unrecorded_rows: RowSet | None = None
     whole_documents: bool = True
     cut_by_pieces: bool = False
     max_document_length: int | None = None
@@ -277,14 +280,17 @@ class BatchKwargs:
     def replace(self, **changes: Any) -> BatchKwargs:
         """The same batch with some fields changed, such as `old_logprobs` from another pass.
 
-        Other `labels` drop the row sets, unless they are given too: the head then derives them.
-        With other `advantages` they stay.
+        Other `labels` drop the row sets, unless they are given too: the head then derives them,
+        which waits for the device. With other `advantages` they stay; other `kept_tokens` drop
+        `unrecorded_rows`.
 
         Raises:
             ValueError: row sets that are not those of the labels and advantages; on a GPU, where
                 the values are the device's, an asynchronous assertion.
         """
         dropped = _ROW_SETS if "labels" in changes else ()
+        if "kept_tokens" in changes:
+            dropped = (*dropped, "unrecorded_rows")
         values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
         changed = replace(self, **values)
         if not changes.keys().isdisjoint(("labels", "advantages", *_ROW_SETS)):
@@ -343,7 +349,7 @@ class BatchKwargs:
 ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "teacher_logprobs")}
 """Recorded entries of a batch, and the fields of `Document` that they are of."""
 
-_ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows")
+_ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows", "unrecorded_rows")
 
 _COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
 _DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}

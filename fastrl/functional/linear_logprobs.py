@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.call import CallOptions
-from fastrl.functional.head.checks import check_inputs, check_tensor
+from fastrl.functional.head.checks import check_inputs, check_tensor, with_main_grad
 from fastrl.functional.head.extra_statistics import (
     StatisticName,
     check_names,
@@ -46,6 +46,7 @@ def linear_logprobs(
     drop_inactive_rows: bool = False,
     chunk_size: int | None = None,
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
+    main_grad: Tensor | None = None,  # [V, D]
 ) -> TokenStatistics:
     """Log-probability, entropy and log-sum-exp of each token, without [T, V] logits.
 
@@ -85,6 +86,9 @@ def linear_logprobs(
             finding them synchronises.
         chunk_size: maximum number of rows of logits in memory at a time.
         max_logits_bytes: maximum number of bytes of logits in memory at a time.
+        main_grad: a buffer like this rank's weight, in its dtype or in fp32, to which the backward
+            adds the weight's gradient. Autograd gets none for the weight then, and hooks on it see
+            none.
 
     Returns:
         Statistics of the shape of `labels` in fp32 (float64 for float64 inputs).
@@ -107,7 +111,7 @@ def linear_logprobs(
         temperature = temperature.flatten()
     hidden_states = hidden_states.flatten(0, -2) if hidden_states.ndim > 2 else hidden_states
     call = check_inputs(
-        head_operands(hidden_states, weight, bias, compute_dtype),
+        with_main_grad(head_operands(hidden_states, weight, bias, compute_dtype), main_grad),
         labels.flatten() if labels.ndim > 1 else labels,
         transform=LogitTransform(temperature, softcap, logit_scale),
         vocab_size=vocab_size,

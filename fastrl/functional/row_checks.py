@@ -25,7 +25,7 @@ def check_row_sets(batch: BatchKwargs) -> None:
 
     Rows must increase, as their documents' ends do. `labelled_rows` must be all slots with a
     label; `active_rows` and `active_document_rows` some of them, all with an advantage other than 0
-    included.
+    included; `unrecorded_rows` the labelled ones without `kept_tokens`.
 
     Raises:
         ValueError: by the name of the set; on a GPU, where the values are the device's, an
@@ -43,6 +43,10 @@ def check_row_sets(batch: BatchKwargs) -> None:
         _require(name, inside <= is_label, "rows with a label alone")
         if name == "labelled_rows":
             _require(name, inside >= is_label, "all rows with a label")
+        elif name == "unrecorded_rows":
+            kept = batch.entries.get("kept_tokens")
+            has_entry = torch.zeros_like(is_label) if kept is None else kept.has_entry()
+            _require(name, inside == is_label & ~has_entry, "the rows without `kept_tokens` alone")
         elif batch.advantages is not None:
             _require(name, inside >= is_active, "all labelled rows with an advantage other than 0")
 

@@ -26,7 +26,7 @@ from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.parallel import ParallelGroups, group_size
 
 # (hidden states [S, B, D], output layer, weight [V / tp, D]) -> the model's output
-_Processor = Callable[[Tensor, Any, Tensor], Any]
+_Processor = Callable[[Tensor, Any, Tensor, Tensor | None], Any]
 
 
 def token_statistics(
@@ -64,7 +64,9 @@ def token_statistics(
         ValueError: the model does something that the head would leave out.
     """
 
-    def process(hidden_states: Tensor, layer: Any, weight: Tensor) -> TokenStatistics:
+    def process(
+        hidden_states: Tensor, layer: Any, weight: Tensor, main_grad: Tensor | None
+    ) -> TokenStatistics:
         flat = _in_megatrons_order(labels)
         of_tokens = _in_megatrons_order(temperature)
         has_label, shape = flat != -100, labels.t().shape
@@ -84,6 +86,7 @@ def token_statistics(
             weight_rows=layer.output_size,
             rows=torch.arange(flat.shape[0], device=flat.device),
             drop_inactive_rows=True,
+            main_grad=main_grad,
         )
         return found.map(lambda values: torch.where(has_label, values, 0).view(shape).t())
 
@@ -124,7 +127,9 @@ def head_output(
         ValueError: the groups of the head are not the model's, or as in `token_statistics`.
     """
 
-    def process(hidden_states: Tensor, layer: Any, weight: Tensor) -> HeadOutput:
+    def process(
+        hidden_states: Tensor, layer: Any, weight: Tensor, main_grad: Tensor | None
+    ) -> HeadOutput:
         groups = _groups(layer)
         if (head.groups.tp, head.groups.sp) != (groups.tp, groups.sp):
             raise ValueError(
@@ -138,6 +143,7 @@ def head_output(
             bias=layer.bias,
             compute_loss=compute_loss,
             return_logprobs=return_logprobs,
+            main_grad=main_grad,
         )
         return output
 
@@ -168,7 +174,7 @@ def _call(model: Any, process: _Processor, inputs: Mapping[str, Any]) -> Any:
     def on_hidden_states(*, hidden_states: Tensor, **_: Any) -> Any:
         shared = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
-        return process(hidden_states, gpt.output_layer, _into_main_grad(weight))
+        return process(hidden_states, gpt.output_layer, *_into_main_grad(weight))
 
     if "output_processor" in inspect.signature(gpt.forward).parameters:
         return model(**inputs, output_processor=on_hidden_states)
@@ -215,27 +221,32 @@ def _check(gpt: Any) -> None:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to its `main_grad`, as by Megatron's own output layer."""
+    """A weight whose gradient the head adds to its `main_grad`, as Megatron's own output layer does.
+
+    The head then gives no gradient. What comes back only wakes the hook that starts the
+    reduction; the hook adds it to `main_grad` for a weight that is the embedding's as well, whose gradient
+    comes this way.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.weight = weight
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
-        weight, grad = ctx.weight, grads[0]
-        weight.main_grad.add_(grad)
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor:
+        weight = ctx.weight
+        assert grads[0] is None
         weight.grad_added_to_main_grad = True
-        # What comes back only wakes the hook that starts the reduction. The hook adds it to
-        # `main_grad` for a weight that is the embedding's as well, whose gradient comes this way.
-        return grad.zero_() if getattr(weight, "zero_out_wgrad", False) else grad
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
 
 
-def _into_main_grad(weight: Tensor) -> Tensor:
+def _into_main_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The weight for the head, and the buffer for its gradient where Megatron keeps one."""
     if not (hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad")):
-        return weight
+        return weight, None
     if not (weight.requires_grad and torch.is_grad_enabled()):
-        return weight
-    result: Tensor = _IntoMainGrad.apply(weight)
-    return result
+        return weight, None
+    return _IntoMainGrad.apply(weight), weight.main_grad

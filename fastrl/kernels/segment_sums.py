@@ -1,4 +1,4 @@
-"""Sums of scaled rows by segments in a fixed order: work proportional to the factors that are not 0."""
+"""Sums of scaled rows by segments in a fixed order; rows with a factor of 0 are no work."""
 
 from __future__ import annotations
 
@@ -126,16 +126,16 @@ def _partials_kernel(
             low = tl.where(is_below, middle + 1, low)
             high = tl.where(is_below, high, middle)
         start = low + tl.cdiv(window - low, LONGEST) * LONGEST
-        if (low < window) & (start < num_pairs):
-            if tl.load(segments + start) == key:
-                along = tl.program_id(1) * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
-                stop = tl.minimum(start + LONGEST, num_pairs)
-                total, _ = _sum_of_pairs(
-                    segments, order, factors, source, rows, key, start, stop, along, depth,
-                    source_stride, BLOCK_PAIRS, BLOCK_DEPTH,
-                )  # fmt: skip
-                place = partials + (window // LONGEST) * depth + along
-                tl.store(place, total, mask=along < depth)
+        is_own = tl.load(segments + start, mask=start < num_pairs, other=-1) == key
+        if (low < window) & is_own:
+            along = tl.program_id(1) * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
+            stop = tl.minimum(start + LONGEST, num_pairs)
+            total, _ = _sum_of_pairs(
+                segments, order, factors, source, rows, key, start, stop, along, depth,
+                source_stride, BLOCK_PAIRS, BLOCK_DEPTH,
+            )  # fmt: skip
+            place = partials + (window // LONGEST) * depth + along
+            tl.store(place, total, mask=along < depth)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_segments"])

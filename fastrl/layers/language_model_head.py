@@ -20,13 +20,13 @@ from fastrl.config.losses import (
 )
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands, as_operand
-from fastrl.functional.head.checks import check_inputs, check_tensor
+from fastrl.functional.head.checks import check_inputs, check_tensor, with_main_grad
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.recorded_teacher import recorded_divergence
-from fastrl.functional.head.replay import ReplayRows, replay_logprobs
+from fastrl.functional.head.replay import replay_logprobs
 from fastrl.functional.head.sampling_mask import KeepSet, masked_logprobs
 from fastrl.functional.head.single_pass import single_pass
 from fastrl.functional.head.tile_ops import chunk_itemsize
@@ -46,7 +46,7 @@ from fastrl.layers.losses import (
     LanguageModelPolicyGradientLoss,
     build_loss,
 )
-from fastrl.layers.recorded_entries import is_recorded, with_recorded
+from fastrl.layers.recorded_entries import is_recorded, replay_rows, with_recorded
 from fastrl.parallel import (
     ParallelGroups,
     gather_first_dim,
@@ -250,6 +250,7 @@ class LanguageModelHead(nn.Module):
         return_logprobs: bool = False,
         statistics: Collection[str] = (),
         teacher: Teacher | None = None,
+        main_grad: Tensor | None = None,  # [V, D]
     ) -> HeadOutput:
         """Loss and metrics of the batch; in evaluation mode its log-probabilities instead.
 
@@ -270,13 +271,17 @@ class LanguageModelHead(nn.Module):
                 take a separate pass.
             teacher: required by losses of type `distillation` that are not `recorded`; sharded like
                 `hidden_states` and the weight.
+            main_grad: a buffer like this rank's weight, in its dtype or in fp32, to which the
+                backward adds the weight's gradient. Autograd gets none for the weight then, and
+                hooks on it see none.
 
         Raises:
             ValueError: the batch lacks what a loss needs, a shape does not fit, `single_pass` is
-                required and not possible, or a weight or teacher is missing or not used.
+                required and not possible, or a weight, teacher or buffer is missing or not used.
             TypeError: an argument is of another type.
         """
         operands = self._operands(hidden_states, batch, weight, bias, compute_dtype)
+        operands = with_main_grad(operands, main_grad)
         if compute_loss and not self.losses:
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
@@ -387,7 +392,8 @@ class LanguageModelHead(nn.Module):
             statistics = recompute_logprobs(call, rows)
         elif keep.recorded:
             kept = plan.batch.entries["kept_tokens"]
-            statistics = replay_logprobs(call, kept, ReplayRows.all_recorded(call.rows, rows))
+            split = replay_rows(plan.batch, plan.rows, plan.gradient_rows)
+            statistics = replay_logprobs(call, kept, split)
         else:
             searched = KeepSet(keep.top_k, keep.top_p, keep.min_p)
             statistics = masked_logprobs(call, searched, gradient_rows=rows)

@@ -140,7 +140,9 @@ class FileRollouts(RolloutSource):
         for field, option in options.items():
             name = "teacher_tokens" if field == "teacher_ids" else field
             lacks = [where for where, document in named if getattr(document, field) is None]
-            if name in columns and lacks:
+            # Documents without a sampling set may stand beside those with one.
+            is_enough = field == "kept_tokens" and len(lacks) < len(named)
+            if name in columns and lacks and not is_enough:
                 raise UserError(f"{lacks[0]}: `{field}` is required with {option}, got none")
         _check_baseline(named, advantage)
         check_same_columns(named)

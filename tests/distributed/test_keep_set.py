@@ -26,7 +26,7 @@ def run(keep: str, layout: Ranks | None) -> list[Tensor]:
     whole = capped_head(LOSSES, keep=KEEP[keep])
     batch = pack(policy_documents())
     hidden = random_hidden(batch)
-    batch = close_to_policy(whole, hidden, batch.replace(kept_tokens=recorded_entries(batch)))
+    batch = close_to_policy(whole, hidden, batch.replace(kept_tokens=recorded_entries(keep, batch)))
     head, rows = whole, slice(None)
     if layout is not None:
         groups = layout.groups()

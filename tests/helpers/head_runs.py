@@ -12,7 +12,7 @@ from fastrl.config import CrossEntropyLossConfig, GRPOLossConfig, GSPOLossConfig
 from tests.helpers.layouts import Ranks
 from tests.helpers.sharded_head import HeadRun, WholeResult
 
-TOLERANCE = 1e-9
+TOLERANCE = 1e-10
 GRPO = GRPOLossConfig(epsilon_low=0.1, epsilon_high=0.2)
 GSPO = GSPOLossConfig(epsilon_low=0.05, epsilon_high=0.1)
 CROSS_ENTROPY = CrossEntropyLossConfig()
@@ -33,12 +33,17 @@ RUNS = {
     "grpo-dropping_clipped_rows": HeadRun(
         (("grpo", GRPO),), "recompute", chunk_size=4, drop_inactive_rows=True
     ),
+    "grpo-recorded_sets": HeadRun((("grpo", GRPO),), "recompute", recorded_every=1),
+    "gspo-some_recorded_sets": HeadRun(
+        (("gspo", GSPO),), "recompute", temperature=True, recorded_every=2
+    ),
     "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
 }
 FEW_RUNS = (
     "grpo-single_pass",
     "grpo-dropping_clipped_rows",
     "gspo-recompute",
+    "gspo-some_recorded_sets",
     "all-without_metrics",
 )
 

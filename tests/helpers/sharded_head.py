@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastrl.config.losses import LanguageModelHeadConfig
+from fastrl.config.losses import KeepSetConfig, LanguageModelHeadConfig
 from fastrl.data.batch import BatchCounts, TokenBatch
 from fastrl.data.documents import Document
+from fastrl.data.equal_batches import equal_batches
 from fastrl.data.slices import shard_slots
 from fastrl.functional.batch import BatchKwargs
 from fastrl.layers.language_model_head import LanguageModelHead
@@ -37,6 +38,7 @@ class HeadRun:
     metrics: bool = True
     temperature: bool = False
     drop_inactive_rows: bool = False
+    recorded_every: int = 0  # sets of every so-many-th document, over which its head is; 0: none
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ class DocumentCase:
             temperature=(0.7, 1.0, 1.3)[number % 3],
         )
         return document, hidden
+
+    def with_sets(self, number: int, document: Document) -> Document:
+        """The document with sampling sets of one id to four; the same wherever it is packed."""
+        generator = torch.Generator().manual_seed(2000 + number)
+        counts = torch.randint(1, 5, (self.documents[number][1],), generator=generator).tolist()
+        sets = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in counts]
+        return replace(document, kept_tokens=sets)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the whole head."""
@@ -150,6 +159,11 @@ def pack(case: DocumentCase, numbers: list[int], run: HeadRun, multiple: int) ->
     documents = [case.draw(number)[0] for number in numbers]
     if not run.temperature:
         documents = [replace(document, temperature=1.0) for document in documents]
+    if run.recorded_every:
+        documents = [
+            document if number % run.recorded_every else case.with_sets(number, document)
+            for number, document in zip(numbers, documents, strict=True)
+        ]
     return TokenBatch.from_documents(
         documents,
         pad_to_multiple=multiple,
@@ -194,6 +208,7 @@ def build_head(
         metrics=run.metrics,
         drop_inactive_rows=run.drop_inactive_rows,
         vocabulary_parallel=vocabulary_parallel,
+        keep=KeepSetConfig(recorded=True) if run.recorded_every else None,
         softcap=5.0,
     )
     head = LanguageModelHead(config, groups, dtype=torch.float64, device=device)
@@ -213,6 +228,8 @@ def run_on_rank(case_name: str, run: HeadRun, layout: Ranks) -> RankResult:
     first = group_rank(groups.dp) * run.micro_batches
     mine = buckets(case, layout.data * run.micro_batches)[first : first + run.micro_batches]
     batches = [pack(case, numbers, run, 1) for numbers in mine]
+    if run.recorded_every:
+        batches = equal_batches(batches, groups)
     counts = BatchCounts.of(batches, groups)
     losses, grads, metrics, strategies = [], [], [], []
     for numbers, batch in zip(mine, batches, strict=True):

@@ -41,6 +41,8 @@ class HeadOperands:
         bias: [V] or [V_local].
         low_rank_weight: B [V, r], rows as those of `weight`; never joined with it but for a slab.
         dtype: of the operands of the products; None: that of both tensors.
+        main_grad: a buffer like `weight`, in its dtype or the wider one of sums, to which the
+            backward adds the weight's gradient; autograd gets none for it.
     """
 
     hidden_states: Tensor
@@ -48,6 +50,7 @@ class HeadOperands:
     bias: Tensor | None = None
     low_rank_weight: Tensor | None = None
     dtype: torch.dtype | None = None
+    main_grad: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,6 +98,7 @@ class HeadCall:
         first_column: vocabulary index of this rank's first weight row.
         groups: `tp` shards the vocabulary, `sp` the tokens.
         options: what is computed, within which bounds.
+        main_grad: as in `HeadOperands`.
     """
 
     hidden_states: Tensor
@@ -110,6 +114,7 @@ class HeadCall:
     first_column: int
     groups: ParallelGroups
     options: CallOptions
+    main_grad: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -21,6 +21,7 @@ from fastrl.functional.head.matmul import add_matmul_, matmul
 from fastrl.functional.head.running import finite_or_zero
 from fastrl.functional.head.sharding import (
     HiddenGradient,
+    deliver_weight_gradient,
     finish_weight_gradient,
     gather_hidden,
     rows_with_gradient,
@@ -173,9 +174,10 @@ class _FullRows(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del products, outputs, grad, of_chunk  # before those of the next chunk are allocated
+        of_weight, *of_low_rank = grad_weights
         finished = [
-            finish_weight_gradient(total, part.gradient_dtype, call.groups)
-            for part, total in zip(parts, grad_weights, strict=True)
+            deliver_weight_gradient(of_weight, call),
+            *(finish_weight_gradient(o, call.gradient_dtypes[2], call.groups) for o in of_low_rank),
         ]
         return (
             None if grad_hidden is None else grad_hidden.finish(),

@@ -23,6 +23,7 @@ from fastrl.functional.head.running import (
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
     HiddenGradient,
+    deliver_weight_gradient,
     finish_weight_gradient,
     gather_hidden,
     merge_over_vocabulary,
@@ -161,9 +162,10 @@ class _RecomputeLogprobs(torch.autograd.Function):
             grad_hidden = total.finish()
         return (
             grad_hidden,
+            deliver_weight_gradient(grad_weight, call),
             *(
                 grad if grad is None else finish_weight_gradient(grad, grad.dtype, call.groups)
-                for grad in (grad_weight, grad_bias, grad_low_rank)
+                for grad in (grad_bias, grad_low_rank)
             ),
             None,
             None,
@@ -178,6 +180,8 @@ def recompute_backward(
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of the rows' hidden states (accumulation dtype), weight, bias and low-rank weight.
+
+    None for a weight whose gradient is in `main_grad` already.
 
     Vocabulary slab by vocabulary slab: a slab's weight gradient is summed over row chunks in fp32
     (inside one matrix product when there is one chunk) and rounded once, to the dtype of its

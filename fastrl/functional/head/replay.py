@@ -20,6 +20,8 @@ from fastrl.functional.head.recompute import forward_statistics, recompute_backw
 from fastrl.functional.head.recorded_entries import RecordedEntries, recorded_entries
 from fastrl.functional.head.sharding import (
     HiddenGradient,
+    added_to_main_grad,
+    deliver_weight_gradient,
     finish_weight_gradient,
     gather_hidden,
     merge_over_vocabulary,
@@ -70,7 +72,9 @@ def replay_logprobs(call: HeadCall, kept: KeptTokens, rows: ReplayRows) -> Token
         kept: of the T tokens.
         rows: of the call.
     """
-    return TokenStatistics(*_ReplayLogprobs.apply(*call.tensors, call.without_tensors(), kept, rows))
+    return TokenStatistics(
+        *_ReplayLogprobs.apply(*call.tensors, call.without_tensors(), kept, rows)
+    )
 
 
 class _ReplayLogprobs(torch.autograd.Function):
@@ -98,9 +102,7 @@ class _ReplayLogprobs(torch.autograd.Function):
         )
         running = merge_over_vocabulary(running, call.groups)
         logprobs, entropy, logsumexp = ops.finish_rows(running, is_row)
-        statistics = TokenStatistics(
-            logprobs, entropy if call.options.entropy else None, logsumexp
-        )
+        statistics = TokenStatistics(logprobs, entropy if call.options.entropy else None, logsumexp)
         if len(rows.whole):
             of_whole = forward_statistics(call, hidden[rows.whole], rows.whole)
             for value, found in zip(statistics.vectors(), of_whole.vectors(), strict=True):
@@ -161,29 +163,32 @@ class _Backward:
         self.statistics, self.gradients, self.needs = statistics, gradients, needs
         self.hidden = gather_hidden(call.hidden_states, call.groups)
         self.grad_hidden = HiddenGradient(call) if needs[0] else None
+        buffer = added_to_main_grad(call) if needs[1] else None
+        self.is_added = buffer is not None  # the weight's gradient, to `main_grad`
         # Of the weight, the bias and the low-rank part.
-        self.sums: list[Tensor | None] = [None, None, None]
+        self.sums: list[Tensor | None] = [buffer, None, None]
 
     def add_whole_rows(
         self,
         rows: Tensor,  # [G]
     ) -> None:
-        """The gradients of rows without a record; zeros without such rows."""
+        """The gradients of rows without a record; zeros without such rows and `main_grad`."""
         call, needs = self.call, self.needs
         if len(rows):
-            grad_rows, *self.sums = recompute_backward(
+            grad_rows, weight, *self.sums[1:] = recompute_backward(
                 call,
                 rows,
                 self.statistics.map(lambda value: value[rows]),
                 self.gradients.rows(rows),
                 needs,
             )
+            self.sums[0] = self.sums[0] if self.is_added else weight
             if self.grad_hidden is not None and grad_rows is not None:
                 self.grad_hidden.write(rows, grad_rows)
             return
         weights = zip((0, 2), (needs[1], needs[3]), call.parts, strict=False)
         for place, is_needed, part in weights:
-            if is_needed:
+            if is_needed and self.sums[place] is None:
                 self.sums[place] = torch.zeros_like(
                     part.weight, dtype=part.gradient_dtype, memory_format=torch.contiguous_format
                 )
@@ -209,9 +214,7 @@ class _Backward:
                     ops.add_segments(total, columns, order, grad, of_part, entries.slots)
             if self.sums[1] is not None:
                 ones = torch.ones_like(self.hidden[:, :1])
-                ops.add_segments(
-                    self.sums[1][:, None], columns, order, grad, ones, entries.slots
-                )
+                ops.add_segments(self.sums[1][:, None], columns, order, grad, ones, entries.slots)
         if self.grad_hidden is not None:
             self._write_hidden(self.grad_hidden, grad, rows)
 
@@ -241,10 +244,12 @@ class _Backward:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight, bias and low-rank weight."""
+        weight, *others = self.sums
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
+            None if self.is_added else deliver_weight_gradient(weight, self.call),
             *(
                 grad if grad is None else finish_weight_gradient(grad, grad.dtype, self.call.groups)
-                for grad in self.sums
+                for grad in others
             ),
         )

@@ -74,6 +74,7 @@ class _SinglePassLoss(torch.autograd.Function):
         gradient_rows: Tensor,
         chunk_spans: list[tuple[int, int]],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        ctx.main_grad = call.main_grad
         call = call.on(hidden_states, weight, bias)
         run = _SinglePass(call, gradient_rows, ctx.needs_input_grad[:3], len(chunk_spans))
         for start, stop in chunk_spans:
@@ -100,6 +101,9 @@ class _SinglePassLoss(torch.autograd.Function):
             ctx.gradients = None
         results = [scaled(grad, grad_loss, in_place=not keep_graph) for grad in gradients]
         del gradients
+        if ctx.main_grad is not None and results[1] is not None:
+            ctx.main_grad.add_(results[1])
+            results[1] = None
         return (*results, None, None, None, None)
 
 

@@ -77,7 +77,7 @@ def entry_statistics(
     transform: LogitTransform,
     tile: VocabularyTile,
 ) -> Tensor:  # [4, T]
-    """Running statistics of each slot's entries, summed in their order; of none where it has none."""
+    """Running statistics of each slot's entries, in their order; of no columns without entries."""
     num_slots, num_entries = len(labels), int(offsets[-1])
     slots = torch.arange(num_slots, device=labels.device).repeat_interleave(offsets.diff())
     products, columns = products[:num_entries], columns[:num_entries]

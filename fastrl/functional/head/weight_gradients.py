@@ -2,53 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.matmul import add_matmul_, matmul_rounded
+from fastrl.functional.head.sharding import added_to_main_grad
+
+
+@dataclass
+class _Part:
+    """A weight's gradient, and the sum of the slab that is being formed.
+
+    Attributes:
+        hidden: [R, K] hidden states that it multiplies.
+        grad: [V, K] result, or buffer that it is added to.
+        is_added: whether `grad` is such a buffer.
+        total: [S, K] of the slab, in the dtype of sums; None where one product gives it rounded.
+    """
+
+    hidden: Tensor
+    grad: Tensor
+    is_added: bool
+    total: Tensor | None = None
 
 
 class WeightGradients:
     """Gradients of the weight and of the low-rank part, a slab of rows of both at a time.
 
+    Into a `main_grad` in the dtype of sums the products add their result themselves: nothing of the
+    weight's size exists beside it.
+
     Attributes:
-        results: of the weight and of the low-rank part; None where not needed.
+        results: of the weight and of the low-rank part; None where not needed, or added already.
     """
 
     def __init__(self, call: HeadCall, hidden: Tensor, needs: tuple[bool, bool]) -> None:
         self._dtype = call.dtype
         self.results: list[Tensor | None] = [None, None]
-        # (hidden states, gradient) of each part that needs one
-        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._parts: list[_Part] = []  # that need one
         for number, part in enumerate(call.parts):
-            if needs[number]:
-                grad = torch.empty(
+            if not needs[number]:
+                continue
+            buffer = added_to_main_grad(call) if number == 0 else None
+            grad = buffer
+            if grad is None:
+                grad = self.results[number] = torch.empty(
                     part.weight.shape, dtype=part.gradient_dtype, device=part.weight.device
                 )
-                self.results[number] = grad
-                self._parts.append((hidden[:, part.columns], grad))
+            self._parts.append(_Part(hidden[:, part.columns], grad, buffer is not None))
         self._slab = slice(0, 0)
-        self._sums: list[Tensor] | None = None
 
     def begin(self, first: int, last: int, num_chunks: int) -> None:
         """Starts the rows [first, last) of the weights."""
         self._slab = slice(first, last)
-        self._sums = None
-        if num_chunks != 1:
-            self._sums = [
-                torch.zeros_like(grad[self._slab], dtype=self._dtype) for _, grad in self._parts
-            ]
+        for part in self._parts:
+            slab = part.grad[self._slab]
+            if part.is_added and slab.dtype == self._dtype:
+                part.total = slab
+            elif part.is_added or num_chunks != 1:
+                part.total = torch.zeros_like(slab, dtype=self._dtype)
 
     def add(self, grad_logits: Tensor, chunk: slice) -> None:
         """Adds the products of a chunk of rows."""
-        for number, (hidden, grad) in enumerate(self._parts):
-            if self._sums is None:
-                matmul_rounded(grad_logits.t(), hidden[chunk], out=grad[self._slab])
+        for part in self._parts:
+            if part.total is None:
+                out = part.grad[self._slab]
+                matmul_rounded(grad_logits.t(), part.hidden[chunk], out=out)
             else:
-                add_matmul_(self._sums[number], grad_logits.t(), hidden[chunk])
+                add_matmul_(part.total, grad_logits.t(), part.hidden[chunk])
 
     def end(self) -> None:
         """Rounds the sums of the slab."""
-        for (_, grad), total in zip(self._parts, self._sums or (), strict=False):
-            grad[self._slab] = total
+        for part in self._parts:
+            slab = part.grad[self._slab]
+            if part.total is None:
+                continue
+            if not part.is_added:
+                slab.copy_(part.total)
+            elif slab.dtype != self._dtype:
+                slab += part.total
+            part.total = None

@@ -44,7 +44,7 @@ def statistics_by_definition(
         recorded = None
         if keep.recorded:
             assert isinstance(batch.kept_tokens, KeptTokens)
-            recorded = batch.kept_tokens.lists()[t]
+            recorded = batch.kept_tokens.lists()[t] or None
         entries = reference.kept_entries(
             z[t].detach(),
             label,
@@ -63,7 +63,7 @@ def test_losses_over_the_keep_set_are_the_definition(keep: str, loss: str) -> No
     case = BY_NAME[loss]
     options = {"keep": KEEP[keep]}
     batch = pack(policy_documents()).replace(temperature=0.7)
-    batch = batch.replace(kept_tokens=recorded_entries(batch))
+    batch = batch.replace(kept_tokens=recorded_entries(keep, batch))
     hidden = random_hidden(batch).requires_grad_()
     for chunk_size in (1, 12):
         head = capped_head({"policy": dict(case.config)}, chunk_size=chunk_size, **options)
