@@ -221,10 +221,10 @@ def _check(gpt: Any) -> None:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient the head adds to its `main_grad`, as Megatron's own output layer does.
+    """A weight whose gradient the head adds to its `main_grad`, as Megatron's output layer does.
 
-    The head then gives no gradient. What comes back only wakes the hook that starts the
-    reduction; the hook adds it to `main_grad` for a weight that is the embedding's as well, whose gradient
+    The head then gives no gradient. What comes back only wakes the hook that starts the reduction;
+    the hook adds it to `main_grad` for a weight that is the embedding's as well, whose gradient
     comes this way.
     """
 

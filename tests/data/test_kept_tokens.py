@@ -9,31 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastrl import BatchKwargs, Document, TokenBatch
+from fastrl.data.batch import BatchCounts
 from fastrl.data.documents import DocumentError
 from fastrl.data.equal_batches import equal_batches
 from fastrl.data.rollouts import read_rollouts, write_rollouts
 from fastrl.functional.head import torch_entries
 from fastrl.functional.kept_tokens import KeptTokens
-from tests.helpers.loss_documents import pack, policy_documents
+from tests.helpers.largest_tensor import LargestTensor
+from tests.helpers.loss_documents import VOCAB_SIZE, pack, policy_documents
 from tests.helpers.loss_heads import capped_head, random_hidden
-
-
-class LargestTensor(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.numel = max(self.numel, *sizes, 0)
-        return result
 
 
 def test_kept_tokens_move_to_their_labels() -> None:
@@ -68,8 +54,6 @@ WITH = Document([5, 6, 7], prompt_length=1, logprobs=[-1.0] * 2, kept_tokens=[[6
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        ([WITH, replace(WITH, kept_tokens=None)], "1: .* is required, as document 0 has it"),
-        ([replace(WITH, kept_tokens=None), WITH], "0: .* is required, as document 1 has it"),
         ([WITH, replace(WITH, kept_tokens=[[6], []])], "1: .* got none for token 2"),
         ([replace(WITH, kept_tokens=[[], [], [7]])], "0: .* got none for token 1"),
     ],
@@ -158,25 +142,56 @@ def test_u21_the_head_makes_no_table_of_tokens_and_entries(
     assert largest.numel == len(ids) + batch.num_tokens < batch.num_tokens * len(many)
 
 
-def test_k21_the_head_takes_no_label_without_a_record() -> None:
+def test_k21_the_head_takes_no_label_without_a_record_beside_others() -> None:
     batch = pack(policy_documents())
     entries = torch.zeros(batch.num_tokens, 2, dtype=torch.int64)
     head, hidden = recorded_head(), random_hidden(batch)
     head(hidden, batch.replace(kept_tokens=entries))
     slot = int((batch.labels != -100).nonzero()[2])
     entries[slot] = -1
-    with pytest.raises(ValueError, match=f"for every label, got none for slot {slot}"):
+    place = f"token {batch.positions[slot] + 1} of document {batch.document_index[slot]} "
+    with pytest.raises(ValueError, match=f"every label of a document .* got none for {place}"):
         head(hidden, batch.replace(kept_tokens=entries))
     empty = TokenBatch.from_documents([], columns=["advantages", "old_logprobs"]).to_kwargs()[0]
     assert head(random_hidden(empty), empty).loss == 0
 
 
-def test_k21_batches_of_a_step_have_records_or_none() -> None:
-    (first, second) = (
-        TokenBatch.from_documents([document])
-        for document in (WITH, replace(WITH, kept_tokens=None))
+WITHOUT = replace(WITH, tokens=[3, 4, 1], kept_tokens=None)
+
+
+def test_k21_documents_without_sets_are_those_of_the_whole_vocabulary() -> None:
+    """In one sequence, and in micro-batches of one document."""
+    everything = [list(range(VOCAB_SIZE))] * 2
+    documents = [replace(each, advantage=0.7) for each in (WITH, WITHOUT, WITH, WITHOUT)]
+    head, hidden = recorded_head(), torch.randn(4, 3, 5, dtype=torch.float64)
+
+    def loss(documents: list[Document], splits: list[slice]) -> list[Tensor]:
+        batches = [TokenBatch.from_documents(documents[part]) for part in splits]
+        batches = equal_batches(batches)
+        counts, values = BatchCounts.of(batches), []
+        for batch, part in zip(batches, splits, strict=True):
+            (kwargs,) = batch.to_kwargs(counts=counts)
+            values.append(head(hidden[part].flatten(0, 1), kwargs).loss)
+        total = torch.stack(values).sum()
+        return [total, *torch.autograd.grad(total, list(head.parameters()))]
+
+    one, each = [slice(0, 4)], [slice(n, n + 1) for n in range(4)]
+    wanted = loss(
+        [x if x.kept_tokens else replace(x, kept_tokens=everything) for x in documents], one
     )
-    with pytest.raises(
-        ValueError, match=r"must have \['kept_tokens'\] on all data ranks or on none"
-    ):
-        equal_batches([first, second])
+    for splits in (one, each):
+        found = loss(documents, splits)
+        for value, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_k21_the_rows_without_sets_are_known_from_the_whole_document() -> None:
+    """A shard of which no token has an entry may be the rest of a document that has some."""
+    long = Document([1] * 8, loss_mask=[True] * 2 + [False] * 5 + [True], kept_tokens=[[1]] * 8)
+    other = Document([2] * 8, prompt_length=6)
+    packed = TokenBatch.from_documents([long, other])
+    shards = [
+        packed.shard(BatchCounts.of([packed]), rank=rank, size=4)[0].unrecorded_rows
+        for rank in range(4)
+    ]
+    assert [len(rows) for rows in shards if rows is not None] == [0, 0, 0, 2]

@@ -17,31 +17,34 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import LogitTransform
 
 V, D, T = 100, 24, 10
+CPU = torch.device("cpu")
 
 
 class Case:
     """Ragged sets: of one entry, of many, with doubles, without the label; every fifth no label."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, rank: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, rank: int = 0, device: torch.device = CPU
+    ) -> None:
         generator = torch.Generator().manual_seed(5)
 
         def normal(*size: int, scale: float = 1.0) -> Tensor:
             values = scale * torch.randn(*size, dtype=torch.float64, generator=generator)
-            return values.to(dtype).requires_grad_()
+            return values.to(device, dtype).requires_grad_()
 
         self.hidden, self.weight = normal(T, D + rank), normal(V, D, scale=0.5)
         self.bias = normal(V)
         self.low_rank = normal(V, rank, scale=0.5) if rank else None
-        self.temperature = torch.rand(T, generator=generator, dtype=torch.float64) + 0.5
-        labels = torch.randint(V, (T,), generator=generator)
-        self.labels = torch.where(torch.arange(T) % 5 == 4, -100, labels)
+        self.temperature = torch.rand(T, generator=generator, dtype=torch.float64).to(device) + 0.5
+        labels = torch.randint(V - 3, (T,), generator=generator)
+        self.labels = torch.where(torch.arange(T) % 5 == 4, -100, labels).to(device)
         counts = torch.tensor([1, 1, 3, 20, 8]).repeat(T // 5)
         ids = torch.randint(V, (int(counts.sum()),), generator=generator)
         # Most sets hold 0, an entry that is drawn often, and some the label.
         first = counts.cumsum(0) - counts
         ids[first] = torch.where(torch.arange(T) % 2 == 0, labels, 0)
-        self.kept = KeptTokens.from_counts(ids, counts)
-        self.upstream = torch.randn(3, T, generator=generator, dtype=torch.float64)
+        self.kept = KeptTokens.from_counts(ids, counts).map(lambda values: values.to(device))
+        self.upstream = torch.randn(3, T, generator=generator, dtype=torch.float64).to(device)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -78,10 +81,10 @@ def by_definition(case: Case) -> list[Tensor]:
     hidden, *others = inputs = [each.detach().double().requires_grad_() for each in case.inputs]
     weight, bias = others[0], others[1]
     joined = weight if len(others) == 2 else torch.cat([weight, others[2]], 1)
-    columns = []
+    columns: list[Tensor] = []
     for t, (label, kept) in enumerate(zip(case.labels.tolist(), case.kept.lists(), strict=True)):
         if label == -100:
-            columns.append(torch.zeros(3, dtype=torch.float64))
+            columns.append(hidden.new_zeros(3))
             continue
         entries = sorted({entry for entry in kept if entry < V - 3} | {label})
         x = (joined[entries] @ hidden[t] + bias[entries]) * 0.7
@@ -105,10 +108,10 @@ def test_statistics_and_gradients_are_the_definition(rank: int) -> None:
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_the_dtypes_of_models(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_kernels: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_kernels: bool, device: torch.device
 ) -> None:
     monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
-    case = Case(dtype, rank=4)
+    case = Case(dtype, rank=4, device=device if by_kernels else CPU)
     results, expected = case.results(), by_definition(case)
     assert [grad.dtype for grad in results[3:]] == [dtype] * 4
     bound = 2e-6 if dtype == torch.float32 else 1e-3
@@ -119,14 +122,16 @@ def test_in_the_dtypes_of_models(
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_a_row_depends_on_itself_alone(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> None:
+def test_a_row_depends_on_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, device: torch.device
+) -> None:
     monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
-    case = Case(torch.float32)
+    case = Case(torch.float32, device=device if by_kernels else CPU)
     whole = torch.stack(case.statistics().vectors())
     few = case.call().rows[2:6]
     part = torch.stack(case.statistics(few).vectors())
     assert torch.equal(part[:, few], whole[:, few])
-    order = torch.randperm(len(case.kept.ids))
+    order = torch.randperm(len(case.kept.ids)).to(device if by_kernels else CPU)
     case.kept = case.kept.map(lambda values: values[order])
     assert torch.equal(whole, torch.stack(case.statistics().vectors()))
 
@@ -140,3 +145,21 @@ def test_gradients_of_other_rows_are_left_out() -> None:
     loss = (torch.stack(statistics.vectors()) * case.upstream).sum()
     for grad, same in zip(torch.autograd.grad(-1.7 * loss, case.inputs), expected, strict=True):
         torch.testing.assert_close(grad, same, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_a_set_of_one_entry_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, device: torch.device
+) -> None:
+    """Its log-probability and entropy are exactly 0, and no row of the weight is touched."""
+    monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
+    case = Case(torch.float32, device=device if by_kernels else CPU)
+    is_of_label = case.labels.clamp(min=0)
+    case.kept = KeptTokens.from_padded(is_of_label[:, None])
+    case.upstream[2] = 0  # the log-sum-exp is that of the label's logit
+    statistics = case.statistics()
+    assert statistics.entropy is not None
+    assert not statistics.logprobs.any()
+    assert not statistics.entropy.any()
+    grads = case.results()[3:]
+    assert not any(grad.any() for grad in grads)

@@ -33,9 +33,9 @@ RUNS = {
     "grpo-dropping_clipped_rows": HeadRun(
         (("grpo", GRPO),), "recompute", chunk_size=4, drop_inactive_rows=True
     ),
-    "grpo-recorded_sets": HeadRun((("grpo", GRPO),), "recompute", recorded_every=1),
+    "grpo-recorded_sets": HeadRun((("grpo", GRPO),), "recompute", main_grad=True, recorded_every=1),
     "gspo-some_recorded_sets": HeadRun(
-        (("gspo", GSPO),), "recompute", temperature=True, recorded_every=2
+        (("gspo", GSPO),), "recompute", temperature=True, main_grad=True, recorded_every=2
     ),
     "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
 }

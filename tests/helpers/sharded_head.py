@@ -38,6 +38,7 @@ class HeadRun:
     metrics: bool = True
     temperature: bool = False
     drop_inactive_rows: bool = False
+    main_grad: bool = False
     recorded_every: int = 0  # sets of every so-many-th document, over which its head is; 0: none
 
 
@@ -232,11 +233,12 @@ def run_on_rank(case_name: str, run: HeadRun, layout: Ranks) -> RankResult:
         batches = equal_batches(batches, groups)
     counts = BatchCounts.of(batches, groups)
     losses, grads, metrics, strategies = [], [], [], []
+    buffer = torch.zeros_like(head.weight) if run.main_grad else None
     for numbers, batch in zip(mine, batches, strict=True):
         (kwargs,) = batch.to_kwargs(groups, layout=layout.layout, counts=counts)
         kwargs = in_float64(kwargs, rank_device())
         hidden = local_hidden(case, numbers, kwargs, groups, layout).requires_grad_()
-        output = head(hidden, kwargs)
+        output = head(hidden, kwargs, main_grad=buffer)
         assert output.loss is not None
         (output.loss * UPSTREAM).backward()
         assert hidden.grad is not None
@@ -244,13 +246,15 @@ def run_on_rank(case_name: str, run: HeadRun, layout: Ranks) -> RankResult:
         grads.append(hidden.grad.cpu())
         metrics.append(output.metrics)
         strategies.append(output.strategy)
-    assert head.weight.grad is not None
+    assert (head.weight.grad is None) == run.main_grad
+    grad_weight = head.weight.grad if buffer is None else buffer.detach()
+    assert grad_weight is not None
     bias_grad = None if head.bias is None else head.bias.grad
     totals = reduce_metrics(add_metrics(metrics), head.loss_groups)
     return RankResult(
         torch.stack(losses).sum().cpu(),
         grads,
-        head.weight.grad.cpu(),
+        grad_weight.cpu(),
         None if bias_grad is None else bias_grad.cpu(),
         {name: value.cpu() for name, value in totals.items()},
         strategies,

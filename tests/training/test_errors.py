@@ -1,6 +1,7 @@
 """Mistakes end `fastrl` with one message and exit code 2, and leave nothing behind."""
 
 import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -317,40 +318,40 @@ def test_the_check_makes_no_weights(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("with_some", [False, True])
 def test_k23_files_without_the_recorded_sets_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], with_some: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rollouts.jsonl"
     document = Document(tokens=[1, 2, 0], prompt_length=1, logprobs=[-0.5, -0.5], advantage=1.0)
-    recorded = replace(document, kept_tokens=[[2, 3], [0]])
-    write_rollouts(path, [recorded, document] if with_some else [document, document])
+    write_rollouts(path, [document, document])
     phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
     overrides = [f"phases=[{phase}]", "model.head.keep.recorded=true"]
     error = _error(tmp_path, capsys, *overrides, "phases.0.losses={policy: {type: grpo}}")
-    number = 2 if with_some else 1
     assert error == (
-        f"{path}, document {number}: `kept_tokens` is required with `model.head.keep.recorded:"
+        f"{path}, document 1: `kept_tokens` is required with `model.head.keep.recorded:"
         " true`, got none\n"
     )
-    write_rollouts(path, [recorded, recorded])
-    arguments = [str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "run"), *overrides]
-    assert main(["train", *arguments, "phases.0.losses={policy: {type: grpo}}"]) == 0
 
 
-def test_k21_recorded_sets_of_some_documents_are_refused_before_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the packing, and also where the head does not read them."""
-    path = tmp_path / "rollouts.jsonl"
+def test_k21_documents_without_sets_are_trained_over_the_whole_vocabulary(tmp_path: Path) -> None:
+    """As those whose sets hold all of it, whatever the packing."""
     document = Document(tokens=[1, 2, 0], prompt_length=1, logprobs=[-0.5, -0.5], advantage=1.0)
-    write_rollouts(path, [replace(document, kept_tokens=[[2, 3], [0]]), document])
-    phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
-    overrides = [f"phases=[{phase}]", "phases.0.losses={policy: {type: grpo}}"]
-    assert _error(tmp_path, capsys, *overrides) == (
-        f"{path}, document 2: `kept_tokens` is required, as {path}, document 1 has it, got none; "
-        "give it to all documents or to none\n"
-    )
+    recorded = replace(document, kept_tokens=[[2, 3], [0]])
+    losses = []
+    for name, other in (
+        ("without", document),
+        ("whole", replace(document, kept_tokens=[list(range(64))] * 2)),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        write_rollouts(path, [recorded, replace(other, tokens=[3, 1, 2])])
+        phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
+        overrides = [f"phases=[{phase}]", "model.head.keep.recorded=true"]
+        overrides += ["phases.0.losses={policy: {type: grpo}}"]
+        run = tmp_path / name
+        assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *overrides]) == 0
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append(next(row["loss"] for row in rows if "loss" in row))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_k23_a_supervised_phase_has_no_recorded_sets(
