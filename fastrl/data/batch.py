@@ -6,7 +6,7 @@ optimizer step in `counts.py`, what a model gets in `fastrl.functional.batch`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -337,17 +337,6 @@ class TokenBatch:
         document_index = self.document_index[slots]
         labels, columns, draw_weights = self._drawn(slots)
         entries: dict[str, Any] = {name: each[slots] for name, each in self.entries.items()}
-        labelled = labels != IGNORE_LABEL
-        active_rows = active_document_rows = unrecorded_rows = None
-        if self.kept_tokens is not None:
-            has_set = self._with_a_set(self.kept_tokens)[slots]
-            unrecorded_rows = RowSet.from_mask(labelled & ~has_set, document_index)
-        if "advantages" in columns:
-            active_rows = RowSet.from_mask(columns["advantages"] != 0, document_index)
-            active = torch.zeros(self.num_documents, dtype=torch.bool)
-            active[self.document_index[self.columns["advantages"] != 0]] = True
-            in_active = self._per_token(active)[slots]
-            active_document_rows = RowSet.from_mask(labelled & in_active, document_index)
         versions = self.model_versions
         group_index = group_label_counts = None
         num_groups = 0
@@ -380,10 +369,7 @@ class TokenBatch:
             group_label_counts=group_label_counts,
             num_groups=num_groups,
             num_groups_in_batch=counts.num_groups_in_batch,
-            labelled_rows=RowSet.from_mask(labelled, document_index),
-            active_rows=active_rows,
-            active_document_rows=active_document_rows,
-            unrecorded_rows=unrecorded_rows,
+            **self._row_sets(slots, labels, columns),
             whole_documents=not is_cut,
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
@@ -391,11 +377,32 @@ class TokenBatch:
             stream_counts=self._stream_counts(slots, counts),
         )
 
-    def _with_a_set(self, kept: KeptTokens) -> Tensor:  # [T]
-        """Which slots are of documents with `kept_tokens`, also where a shard has none of them."""
-        has_set = torch.zeros(self.num_documents + 1, dtype=torch.bool)
-        has_set[self.document_index[kept.has_entry()]] = True
-        return has_set[self.document_index]
+    def _row_sets(
+        self,
+        slots: Tensor,  # [T_local]
+        labels: Tensor,  # [T_local]
+        columns: Mapping[str, Tensor],
+    ) -> dict[str, RowSet]:
+        """The row sets of some slots. Documents count as a whole, also those cut by a shard."""
+        document_index, labelled = self.document_index[slots], labels != IGNORE_LABEL
+        sets = {"labelled_rows": labelled}
+        if "advantages" in columns:
+            sets["active_rows"] = columns["advantages"] != 0
+            in_active = self._in_documents_with(self.columns["advantages"] != 0)[slots]
+            sets["active_document_rows"] = labelled & in_active
+        if self.kept_tokens is not None:
+            is_recorded = self._in_documents_with(self.kept_tokens.has_entry())[slots]
+            sets["unrecorded_rows"] = labelled & ~is_recorded
+        return {name: RowSet.from_mask(mask, document_index) for name, mask in sets.items()}
+
+    def _in_documents_with(
+        self,
+        mask: Tensor,  # [T]
+    ) -> Tensor:  # [T]
+        """Which slots are of documents where `mask` holds for any."""
+        has_any = torch.zeros(self.num_documents + 1, dtype=torch.bool)  # the last of the padding
+        has_any[self.document_index[mask]] = True
+        return has_any[self.document_index]
 
     def _drawn(
         self,

@@ -12,7 +12,7 @@ import torch
 from fastrl.config.losses import AnyLossConfig, HeadOptions
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.full_rows import TENSORS_PER_CHUNK
-from fastrl.functional.head.replay import GRADIENT_ELEMENTS
+from fastrl.functional.head.replay_gradients import GRADIENT_ELEMENTS
 from fastrl.functional.head.tiling import (
     BLOCK_COLUMNS,
     even_chunk,

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fastrl.config.losses import DEFAULT_MAX_LOGITS_BYTES
 from fastrl.functional.head.call import CallOptions
-from fastrl.functional.head.checks import check_inputs, check_tensor, with_main_grad
+from fastrl.functional.head.checks import check_inputs, check_tensor
 from fastrl.functional.head.extra_statistics import (
     StatisticName,
     check_names,
     extra_statistics,
 )
+from fastrl.functional.head.main_grad import with_main_grad
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics

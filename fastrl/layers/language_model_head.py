@@ -20,9 +20,10 @@ from fastrl.config.losses import (
 )
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands, as_operand
-from fastrl.functional.head.checks import check_inputs, check_tensor, with_main_grad
+from fastrl.functional.head.checks import check_inputs, check_tensor
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
 from fastrl.functional.head.extra_statistics import extra_statistics
+from fastrl.functional.head.main_grad import with_main_grad
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.recorded_teacher import recorded_divergence

@@ -15,7 +15,7 @@ from fastrl.data.batch import BatchCounts
 from fastrl.data.documents import DocumentError
 from fastrl.data.equal_batches import equal_batches
 from fastrl.data.rollouts import read_rollouts, write_rollouts
-from fastrl.functional.head import torch_entries
+from fastrl.functional.head import torch_entries, torch_segments
 from fastrl.functional.kept_tokens import KeptTokens
 from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.loss_documents import VOCAB_SIZE, pack, policy_documents
@@ -130,7 +130,8 @@ def recorded_head() -> Any:
 def test_u21_the_head_makes_no_table_of_tokens_and_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_entries, "_GATHERED_ELEMENTS", 20_000)
+    for module in (torch_entries, torch_segments):
+        monkeypatch.setattr(module, "GATHERED_ELEMENTS", 20_000)
     batch = pack(policy_documents())
     many = torch.arange(30).repeat(1000)  # of one token, most of them more than once
     slots = torch.cat([torch.zeros(len(many), dtype=torch.int64), torch.arange(batch.num_tokens)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head import torch_entries
+from fastrl.functional.head import torch_entries, torch_segments
 from fastrl.kernels import segment_sums
 from fastrl.kernels.gathered_products import gathered_products
 from fastrl.kernels.recorded_entries import entry_keys, split_keys
@@ -72,7 +72,7 @@ def test_segments_are_those_of_torch(
     output, expected = before.clone(), before.double()
     arguments = (segments, order, factors)
     segment_sums.add_segments(output, *arguments, source, rows)
-    torch_entries.add_segments(expected, segments, order, factors.double(), source.double(), rows)
+    torch_segments.add_segments(expected, segments, order, factors.double(), source.double(), rows)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance * 4)
     unused = (expected == before).all(1)
@@ -90,7 +90,7 @@ def test_rows_are_those_of_torch(at_slots: bool, dtype: torch.dtype) -> None:
     expected = output.double()
     where = (slots, offsets)
     segment_sums.write_rows(output, *where, factors, source, columns, at_slots=at_slots)
-    torch_entries.write_rows(
+    torch_segments.write_rows(
         expected, *where, factors.double(), source.double(), columns, at_slots=at_slots
     )
     tolerance = TOLERANCE[dtype]

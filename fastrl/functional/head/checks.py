@@ -32,7 +32,6 @@ def check_inputs(
     """The checked call of the arguments of `linear_logprobs`, with its errors."""
     groups = groups or ParallelGroups()
     _check_operands(operands, groups)
-    _check_main_grad(operands)
     hidden_states, weight = operands.hidden_states, operands.weight
     dtype = operands.operand_dtype
     tp_size, tp_rank = group_size(groups.tp), group_rank(groups.tp)
@@ -135,39 +134,6 @@ def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_device(name, tensor, "hidden_states", hidden_states)
-
-
-def with_main_grad(operands: HeadOperands, main_grad: Tensor | None) -> HeadOperands:
-    """The operands of a call that is given a buffer for the weight's gradient.
-
-    Raises:
-        ValueError: there is no gradient.
-    """
-    if main_grad is not None and not torch.is_grad_enabled():
-        raise ValueError(
-            "`main_grad` must not be given without gradients: nothing would be added to it; leave"
-            " it out."
-        )
-    return replace(operands, main_grad=main_grad)
-
-
-def _check_main_grad(operands: HeadOperands) -> None:
-    main_grad, weight = operands.main_grad, operands.weight
-    if main_grad is None:
-        return
-    check_tensor("main_grad", main_grad)
-    dtypes = {weight.dtype, accumulation_dtype(weight.dtype)}
-    if main_grad.shape != weight.shape or main_grad.dtype not in dtypes:
-        raise ValueError(
-            f"`main_grad` must be {' or '.join(sorted(map(str, dtypes)))} of shape"
-            f" {list(weight.shape)} like `weight`, got {main_grad.dtype} {list(main_grad.shape)}."
-        )
-    _check_device("main_grad", main_grad, "weight", weight)
-    if not weight.requires_grad or operands.low_rank_weight is not None:
-        raise ValueError(
-            "`main_grad` must not be given for a weight that has no gradient of its own: nothing"
-            " would be added to it; leave it out."
-        )
 
 
 def check_tensor(name: str, tensor: object) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastrl.functional.head import torch_entries
+from fastrl.functional.head import torch_entries, torch_segments
 from fastrl.kernels import can_run
 
 
 @dataclass(frozen=True)
 class EntryOps:
-    """The functions of `torch_entries`, or the kernels of their names."""
+    """The functions of `torch_entries` and `torch_segments`, or the kernels of their names."""
 
     entry_keys: Callable[..., Tensor]
     split_keys: Callable[..., tuple[Tensor, Tensor]]
@@ -35,8 +35,8 @@ def entry_ops(operand: Tensor) -> EntryOps:
             torch_entries.entry_statistics,
             torch_entries.finish_rows,
             torch_entries.entry_gradient,
-            torch_entries.add_segments,
-            torch_entries.write_rows,
+            torch_segments.add_segments,
+            torch_segments.write_rows,
         )
     from fastrl.kernels import entry_rows, gathered_products, recorded_entries, segment_sums
 

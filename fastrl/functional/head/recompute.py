@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
+from fastrl.functional.head.main_grad import deliver_weight_gradient
 from fastrl.functional.head.matmul import add_matmul_
 from fastrl.functional.head.running import (
     LABEL,
@@ -23,7 +24,6 @@ from fastrl.functional.head.running import (
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
     HiddenGradient,
-    deliver_weight_gradient,
     finish_weight_gradient,
     gather_hidden,
     merge_over_vocabulary,

@@ -95,27 +95,6 @@ def finish_weight_gradient(
     return grad.to(dtype)
 
 
-def added_to_main_grad(call: HeadCall) -> Tensor | None:
-    """The buffer that a weight's gradient is added to as it is formed.
-
-    None without one, and where the gradient is first summed over ranks that hold the same weight.
-    """
-    is_summed = call.groups.sp is not None and call.groups.tp is None
-    return None if is_summed else call.main_grad
-
-
-def deliver_weight_gradient(
-    grad: Tensor | None,
-    call: HeadCall,
-) -> Tensor | None:
-    """`finish_weight_gradient` of the weight, for autograd; None once it is in `main_grad`."""
-    finished = finish_weight_gradient(grad, call.gradient_dtypes[1], call.groups)
-    if finished is None or call.main_grad is None:
-        return finished
-    call.main_grad.add_(finished)
-    return None
-
-
 class HiddenGradient:
     """[T, D], zero outside the written rows; rounded to the hidden states' dtype once.
 

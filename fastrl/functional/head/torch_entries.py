@@ -15,7 +15,7 @@ from fastrl.functional.head.tiling import spans
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
 
 # Elements of the gathered rows that exist at a time: 16 MiB in fp32.
-_GATHERED_ELEMENTS = 2**22
+GATHERED_ELEMENTS = 2**22
 
 
 def entry_keys(
@@ -62,7 +62,7 @@ def gathered_products(
     dtype = accumulation_dtype(hidden.dtype)
     result = torch.zeros(len(slots), dtype=dtype, device=hidden.device)
     there = (slots < len(hidden)).nonzero()[:, 0]
-    for start, stop in spans(len(there), max(_GATHERED_ELEMENTS // max(hidden.shape[1], 1), 1)):
+    for start, stop in spans(len(there), max(GATHERED_ELEMENTS // max(hidden.shape[1], 1), 1)):
         chunk = there[start:stop]
         left = hidden[slots[chunk]].to(dtype)
         result[chunk] = (left * weight[columns[chunk]].to(dtype)).sum(1)
@@ -166,72 +166,3 @@ def _logits(
     biased = _biased(products, torch.where(is_there, columns, 0), tile)
     z, _ = torch_rows.transformed(biased[:, None], transform.rows(slots), _single_column())
     return torch.where(is_there, z[:, 0], -torch.inf), is_there
-
-
-def add_segments(
-    output: Tensor,  # [S, D]
-    segments: Tensor,  # [N] in rising order
-    order: Tensor,  # [N]
-    factors: Tensor,  # [M] in accumulation_dtype
-    source: Tensor,  # [K, D]
-    rows: Tensor,  # [M]
-) -> None:
-    """output[s] += sum of factors[i] source[rows[i]] over the i = order[n] of segment s.
-
-    In the order of the pairs, and rounded once to output's dtype. What has no factor other than 0
-    is neither read nor written; pairs of segments from S on are left out.
-    """
-    used = ((segments < len(output)) & (factors[order] != 0)).nonzero()[:, 0]
-    if len(used) == 0:
-        return
-    entries = order[used]
-    found, counts = torch.unique_consecutive(segments[used], return_counts=True)
-    places = torch.arange(len(found), device=segments.device).repeat_interleave(counts)
-    sums = torch.zeros(len(found), output.shape[1], dtype=factors.dtype, device=output.device)
-    _add_scaled(sums, places, factors[entries], source, rows[entries])
-    output[found] = (output[found].to(sums.dtype) + sums).to(output.dtype)
-
-
-def write_rows(
-    output: Tensor,  # [R, D], or [T, D]
-    slots: Tensor,  # [R] of T
-    offsets: Tensor,  # [T + 1]
-    factors: Tensor,  # [N] in accumulation_dtype
-    source: Tensor,  # [K, D]
-    columns: Tensor,  # [N]
-    *,
-    at_slots: bool,
-) -> None:
-    """output[r], or output[slots[r]], = sum of factors source[columns] over the slot's entries.
-
-    In the order of the entries, and rounded once; source rows of factor 0 are not read.
-    """
-    first, counts = offsets[slots], offsets[slots + 1] - offsets[slots]
-    places = torch.arange(len(slots), device=slots.device).repeat_interleave(counts)
-    ends = counts.cumsum(0)
-    entries = torch.arange(len(places), device=slots.device) + (first - ends + counts)[places]
-    used = (factors[entries] != 0).nonzero()[:, 0]
-    places, entries = places[used], entries[used]
-    sums = torch.zeros(len(slots), output.shape[1], dtype=factors.dtype, device=output.device)
-    _add_scaled(sums, places, factors[entries], source, columns[entries])
-    if at_slots:
-        output[slots] = sums.to(output.dtype)
-    else:
-        output.copy_(sums)
-
-
-def _add_scaled(
-    sums: Tensor,  # [S, D]
-    places: Tensor,  # [N]
-    factors: Tensor,  # [N]
-    source: Tensor,  # [K, D]
-    rows: Tensor,  # [N]
-) -> None:
-    """sums[places] += factors source[rows], in their order: a GPU's `index_add_` has none."""
-    for start, stop in spans(len(places), max(_GATHERED_ELEMENTS // max(sums.shape[1], 1), 1)):
-        chunk = slice(start, stop)
-        scaled = source[rows[chunk]].to(factors.dtype) * factors[chunk, None]
-        if sums.is_cuda:
-            sums.index_put_((places[chunk],), scaled, accumulate=True)
-        else:
-            sums.index_add_(0, places[chunk], scaled)

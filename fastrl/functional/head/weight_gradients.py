@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
+from fastrl.functional.head.main_grad import added_to_main_grad
 from fastrl.functional.head.matmul import add_matmul_, matmul_rounded
-from fastrl.functional.head.sharding import added_to_main_grad
 
 
 @dataclass
