@@ -382,7 +382,7 @@ class TokenBatch:
         slots: Tensor,  # [T_local]
         labels: Tensor,  # [T_local]
         columns: Mapping[str, Tensor],
-    ) -> dict[str, RowSet]:
+    ) -> dict[str, Any]:
         """The row sets of some slots. Documents count as a whole, also those cut by a shard."""
         document_index, labelled = self.document_index[slots], labels != IGNORE_LABEL
         sets = {"labelled_rows": labelled}

@@ -64,19 +64,16 @@ def token_statistics(
         ValueError: the model does something that the head would leave out.
     """
 
-    def process(
-        hidden_states: Tensor, layer: Any, weight: Tensor, main_grad: Tensor | None
-    ) -> TokenStatistics:
+    def process(hidden: Tensor, layer: Any, weight: Tensor, main_grad: Tensor | None) -> Any:
         flat = _in_megatrons_order(labels)
-        of_tokens = _in_megatrons_order(temperature)
         has_label, shape = flat != -100, labels.t().shape
         found = linear_logprobs(
-            hidden_states.flatten(0, 1),
+            hidden.flatten(0, 1),
             weight,
             # Every slot gets some label, so that nothing has to be counted on the host.
             flat.clamp(min=0),
             bias=layer.bias,
-            temperature=of_tokens,
+            temperature=_in_megatrons_order(temperature),
             softcap=softcap,
             logit_scale=logit_scale,
             vocab_size=vocab_size,

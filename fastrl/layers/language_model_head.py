@@ -268,21 +268,16 @@ class LanguageModelHead(nn.Module):
             compute_dtype: of the operands of the products, as in `linear_logprobs`.
             compute_loss: default: in training mode, in which `from_pretrained` leaves no model.
             return_logprobs: whether `logprobs` and `entropy` are part of the output beside a loss.
-            statistics: names of `mean_logit`, `sum_squares`, `is_argmax` to add to the output; they
-                take a separate pass.
-            teacher: required by losses of type `distillation` that are not `recorded`; sharded like
-                `hidden_states` and the weight.
-            main_grad: a buffer like this rank's weight, in its dtype or in fp32, to which the
-                backward adds the weight's gradient. Autograd gets none for the weight then, and
-                hooks on it see none.
+            statistics: of `mean_logit`, `sum_squares`, `is_argmax`, the names of a separate pass.
+            teacher: of losses of type `distillation` that are not `recorded`; sharded like the head.
+            main_grad: a buffer that the weight's gradient is added to, as of `linear_logprobs`.
 
         Raises:
             ValueError: the batch lacks what a loss needs, a shape does not fit, `single_pass` is
                 required and not possible, or a weight, teacher or buffer is missing or not used.
             TypeError: an argument is of another type.
         """
-        operands = self._operands(hidden_states, batch, weight, bias, compute_dtype)
-        operands = with_main_grad(operands, main_grad)
+        operands = self._operands(hidden_states, batch, weight, bias, compute_dtype, main_grad)
         if compute_loss and not self.losses:
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
@@ -312,6 +307,7 @@ class LanguageModelHead(nn.Module):
         weight: Tensor | nn.Module | None,
         bias: Tensor | None,
         compute_dtype: torch.dtype | None,
+        main_grad: Tensor | None,
     ) -> HeadOperands:
         """What is multiplied: this head's parameters, or what the call was given."""
         check_tensor("hidden_states", hidden_states)
@@ -326,18 +322,20 @@ class LanguageModelHead(nn.Module):
                 )
             operands = head_operands(hidden_states, weight, bias, compute_dtype)
             low_rank = operands.low_rank_weight
-            return replace(
+            local = replace(
                 operands,
                 weight=self._local(operands.weight),
                 bias=None if operands.bias is None else self._local(operands.bias),
                 low_rank_weight=None if low_rank is None else self._local(low_rank),
             )
+            return with_main_grad(local, main_grad)
         if weight is not None or bias is not None:
             raise ValueError(
                 "`weight` and `bias` must not be given to a head that has its own; make it with"
                 " `owns_weight=False`."
             )
-        return HeadOperands(hidden_states, self.local_weight, self.local_bias, dtype=compute_dtype)
+        own = HeadOperands(hidden_states, self.local_weight, self.local_bias, dtype=compute_dtype)
+        return with_main_grad(own, main_grad)
 
     def _run(self, plan: HeadPlan, operands: HeadOperands, teacher: Teacher | None) -> _PassResult:
         if any("divergence" in loss.needs for loss in plan.losses.values()):

@@ -57,7 +57,7 @@ def test_the_gradient_is_added_to_the_buffer(
     added = buffer.double() - before.double()
     assert (added - head.weight.grad).norm() <= tolerance * head.weight.grad.norm()
     for same, wanted in zip(found, [hidden.grad, head.bias.grad], strict=True):
-        assert torch.equal(same, wanted)  # type: ignore[arg-type]
+        assert torch.equal(same, wanted)
 
 
 @pytest.mark.parametrize("name", ["recorded", "mixed", "recompute"])
