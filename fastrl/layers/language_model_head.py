@@ -269,7 +269,7 @@ class LanguageModelHead(nn.Module):
             compute_loss: default: in training mode, in which `from_pretrained` leaves no model.
             return_logprobs: whether `logprobs` and `entropy` are part of the output beside a loss.
             statistics: of `mean_logit`, `sum_squares`, `is_argmax`, the names of a separate pass.
-            teacher: of losses of type `distillation` that are not `recorded`; sharded like the head.
+            teacher: of `distillation` losses that are not `recorded`; sharded like the head.
             main_grad: a buffer that the weight's gradient is added to, as of `linear_logprobs`.
 
         Raises:
