@@ -24,7 +24,7 @@ def gathered_products(
         return products
     assert hidden.stride(1) == 1 or depth == 1
     assert weight.stride(1) == 1 or depth == 1
-    block = 8
+    block = 16
     _products_kernel[(triton.cdiv(num_pairs, block),)](
         products=products,
         hidden=hidden,
@@ -37,7 +37,7 @@ def gathered_products(
         num_rows=hidden.shape[0],
         depth=depth,
         BLOCK_PAIRS=block,
-        BLOCK_DEPTH=min(512, triton.next_power_of_2(max(depth, 1))),
+        BLOCK_DEPTH=min(128, triton.next_power_of_2(max(depth, 1))),
         num_warps=4,
     )
     return products

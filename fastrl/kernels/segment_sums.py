@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Pairs of a segment that one program sums: the longest are split, always in the same places.
-LONGEST = 512
+LONGEST = 256
 
 
 def add_segments(
@@ -18,11 +18,14 @@ def add_segments(
     factors: Tensor,  # [M] fp32
     source: Tensor,  # [K, D]
     rows: Tensor,  # [M]
+    *,
+    onto_zeros: bool,
 ) -> None:
     """output[s] += sum of factors[i] source[rows[i]] over the i = order[n] of segment s.
 
     In fp32, in the order of the pairs, and rounded once to output's dtype. What has no factor other
-    than 0 is neither read nor written; pairs of segments from S on are left out.
+    than 0 is neither read nor written; pairs of segments from S on are left out. Output is not read
+    where it is said to be 0 (`onto_zeros`).
     """
     num_pairs, depth = segments.shape[0], output.shape[1]
     if num_pairs == 0 or depth == 0 or len(output) == 0:
@@ -44,15 +47,19 @@ def add_segments(
         "num_segments": len(output),
         "depth": depth,
         "LONGEST": LONGEST,
-        "BLOCK_PAIRS": 8,
+        "BLOCK_PAIRS": 4,
         "BLOCK_DEPTH": block,
         "num_warps": 4,
     }
     if num_windows > 1:
         _partials_kernel[(num_windows, num_blocks)](**arguments)
-    starts = 16
+    starts = 8
     _segments_kernel[(triton.cdiv(num_pairs, starts), num_blocks)](
-        output=output, output_stride=output.stride(0), BLOCK_STARTS=starts, **arguments
+        output=output,
+        output_stride=output.stride(0),
+        ONTO_ZEROS=onto_zeros,
+        BLOCK_STARTS=starts,
+        **arguments,
     )
 
 
@@ -153,6 +160,7 @@ def _segments_kernel(
     num_segments,
     depth,
     LONGEST: tl.constexpr,
+    ONTO_ZEROS: tl.constexpr,
     BLOCK_STARTS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -182,7 +190,8 @@ def _segments_kernel(
                 goes_on = tl.load(segments + piece, mask=piece < num_pairs, other=-1) == key
             if is_any == 1:
                 address = output + key.to(tl.int64) * output_stride + along
-                total += tl.load(address, mask=along < depth, other=0.0).to(tl.float32)
+                if not ONTO_ZEROS:
+                    total += tl.load(address, mask=along < depth, other=0.0).to(tl.float32)
                 tl.store(address, total.to(output.dtype.element_ty), mask=along < depth)
 
 

@@ -62,7 +62,7 @@ def test_keys_are_those_of_torch(first_column: int) -> None:
 def test_segments_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch, num_pairs: int, depth: int, longest: int, dtype: torch.dtype
 ) -> None:
-    """Added to what is there; long segments in pieces, one factor in three 0."""
+    """Added to what is there, or to 0; long segments in pieces, one factor in three 0."""
     monkeypatch.setattr(segment_sums, "LONGEST", longest)
     source = torch.randn(11, depth, dtype=dtype)
     rows, columns = pairs(num_pairs, 11, 9)
@@ -71,12 +71,18 @@ def test_segments_are_those_of_torch(
     before = torch.randn(8, depth, dtype=dtype)  # without the last segment
     output, expected = before.clone(), before.double()
     arguments = (segments, order, factors)
-    segment_sums.add_segments(output, *arguments, source, rows)
-    torch_segments.add_segments(expected, segments, order, factors.double(), source.double(), rows)
+    segment_sums.add_segments(output, *arguments, source, rows, onto_zeros=False)
+    torch_segments.add_segments(
+        expected, segments, order, factors.double(), source.double(), rows, onto_zeros=False
+    )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance * 4)
     unused = (expected == before).all(1)
     assert torch.equal(output[unused], before[unused])
+    alone, unread = torch.zeros_like(before), torch.full_like(before, torch.nan)
+    segment_sums.add_segments(alone, *arguments, source, rows, onto_zeros=False)
+    segment_sums.add_segments(unread, *arguments, source, rows, onto_zeros=True)
+    assert torch.equal(alone[~unused], unread[~unused])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

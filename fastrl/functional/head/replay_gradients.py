@@ -42,6 +42,7 @@ class ReplayGradients:
         self.is_added = buffer is not None  # the weight's gradient, to `main_grad`
         # Of the weight, the bias and the low-rank part.
         self.sums: list[Tensor | None] = [buffer, None, None]
+        self.zeros: set[int] = set()  # places of those that are 0 so far
 
     def add_whole_rows(
         self,
@@ -67,6 +68,7 @@ class ReplayGradients:
                 self.sums[place] = torch.zeros_like(
                     part.weight, dtype=part.gradient_dtype, memory_format=torch.contiguous_format
                 )
+                self.zeros.add(place)
         if needs[2] and call.bias is not None:
             self.sums[1] = torch.zeros_like(call.bias)
 
@@ -82,14 +84,15 @@ class ReplayGradients:
             self.statistics.entropy, self.gradients, call.transform, call.tile(),
         )  # fmt: skip
         if any(self.needs[1:]):
-            columns, order = entries.columns.sort(stable=True)
+            pairs = (*entries.columns.sort(stable=True), grad)
             for place, part in zip((0, 2), call.parts, strict=False):
                 total, of_part = self.sums[place], self.hidden[:, part.columns]
                 if total is not None:
-                    ops.add_segments(total, columns, order, grad, of_part, entries.slots)
+                    is_zero = place in self.zeros
+                    ops.add_segments(total, *pairs, of_part, entries.slots, onto_zeros=is_zero)
             if self.sums[1] is not None:
-                ones = torch.ones_like(self.hidden[:, :1])
-                ops.add_segments(self.sums[1][:, None], columns, order, grad, ones, entries.slots)
+                total, ones = self.sums[1][:, None], torch.ones_like(self.hidden[:, :1])
+                ops.add_segments(total, *pairs, ones, entries.slots, onto_zeros=False)
         if self.grad_hidden is not None:
             self._write_hidden(self.grad_hidden, grad, rows)
 

@@ -126,7 +126,7 @@ def entry_gradient(
 ) -> Tensor:  # [N]
     """Gradient of the products as of `row_gradient`; 0 for entries that are not there."""
     is_there = columns < tile.num_columns
-    if len(labels) == 0 or len(products) == 0:
+    if tile.num_columns == 0 or len(products) == 0:
         return torch.zeros_like(products)
     slots, columns = torch.where(is_there, slots, 0), torch.where(is_there, columns, 0)
     biased, own = _biased(products, columns, tile), _single_column()

@@ -19,11 +19,14 @@ def add_segments(
     factors: Tensor,  # [M] in accumulation_dtype
     source: Tensor,  # [K, D]
     rows: Tensor,  # [M]
+    *,
+    onto_zeros: bool,
 ) -> None:
     """output[s] += sum of factors[i] source[rows[i]] over the i = order[n] of segment s.
 
     In the order of the pairs, and rounded once to output's dtype. What has no factor other than 0
-    is neither read nor written; pairs of segments from S on are left out.
+    is neither read nor written; pairs of segments from S on are left out. Output is not read where
+    it is said to be 0 (`onto_zeros`).
     """
     used = ((segments < len(output)) & (factors[order] != 0)).nonzero()[:, 0]
     if len(used) == 0:
@@ -33,7 +36,9 @@ def add_segments(
     places = torch.arange(len(found), device=segments.device).repeat_interleave(counts)
     sums = torch.zeros(len(found), output.shape[1], dtype=factors.dtype, device=output.device)
     _add_scaled(sums, places, factors[entries], source, rows[entries])
-    output[found] = (output[found].to(sums.dtype) + sums).to(output.dtype)
+    if not onto_zeros:
+        sums += output[found]
+    output[found] = sums.to(output.dtype)
 
 
 def write_rows(
