@@ -7,9 +7,10 @@ benchmarks/results without its ending and KIND says how to read it: `benchmark` 
 one shape) and `lengths` (one implementation on many) of `benchmarks.lm_head`, `scaling` of
 `benchmarks.scaling`, `memory` of `benchmarks.memory`, `slabs` of `benchmarks.slabs`, `frameworks`
 of `benchmarks.frameworks`, `trl` of `benchmarks.trl`, `update` of `benchmarks.update`, `bars` of
-`benchmarks.update_bars`, `sampler` of `benchmarks.sampler`. `memory`, `slabs` and `sampler` are
-sections with a heading, empty as long as there is no such file. With `--check` nothing is written,
-and a table that does not say what the files say is an error.
+`benchmarks.update_bars`, `sampler` of `benchmarks.sampler`, `replay` of `benchmarks.replay`.
+`memory`, `slabs`, `sampler` and `replay` are sections with a heading, empty as long as there is no
+such file. With `--check` nothing is written, and a table that does not say what the files say is an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PAGES = [
         "docs/sharding.md",
     )
 ]
-KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|bars|sampler"
+KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|bars|sampler|replay"
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -67,6 +68,7 @@ def with_tables(text: str) -> str:
         "update": update_table,
         "sampler": sampler_section,
         "bars": bars_table,
+        "replay": replay_section,
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -290,6 +292,44 @@ def slabs_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
                 f"{row['full_ms']:.2f}",
                 f"{row['even_ms']:.2f}",
                 f"{row['even_over_full']:.3f}",
+            ]
+            for row in rows
+        ),
+    ]
+
+
+def replay_section(name: str) -> str:
+    """Recorded sampling sets."""
+    text = (
+        "The head over [recorded sampling sets](losses.md#recorded-sampling-sets): loss and"
+        " gradients of GRPO, and\nlog-probabilities alone, over the products h W^T, dz W and dz^T h"
+        " of as many rows of whole logits. Peak: above both\ngradients. Errors: against float64."
+    )
+    return section(name, "Recorded sampling sets", text, replay_lines)
+
+
+def replay_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Of the table."""
+    header = ["shape", "ids a label", "pass", "ms", "floor ms", "of the floor", "peak MiB"]
+    return [
+        [*header, "error dh", "error dW"],
+        *(
+            [
+                row["shape_name"],
+                f"{row['mean_entries']:.1f}",
+                "loss and gradients" if row["passes"] == "fwdbwd" else "log-probabilities",
+                f"{row['time_ms']:.2f}",
+                f"{row['floor_ms']:.2f}",
+                f"{row['ratio']:.3f}",
+                *(
+                    [
+                        f"{row['peak_bytes_over_gradients'] / 2**20:.0f}",
+                        f"{row['error_hidden']:.2e}",
+                        f"{row['error_weight']:.2e}",
+                    ]
+                    if row["passes"] == "fwdbwd"
+                    else ["", "", ""]
+                ),
             ]
             for row in rows
         ),

@@ -35,7 +35,7 @@ RUNS = {
     ),
     "grpo-recorded_sets": HeadRun((("grpo", GRPO),), "recompute", main_grad=True, recorded_every=1),
     "gspo-some_recorded_sets": HeadRun(
-        (("gspo", GSPO),), "recompute", temperature=True, main_grad=True, recorded_every=2
+        (("gspo", GSPO),), "recompute", main_grad=True, recorded_every=2
     ),
     "all-without_metrics": HeadRun(tuple(LOSSES.items()), metrics=False, bias=False),
 }
