@@ -40,7 +40,7 @@ def learned(document: Document) -> list[int]:
 def estimate(document: Document, position: int, estimator: str) -> float:
     assert document.logprobs is not None
     assert document.ref_logprobs is not None
-    difference = document.logprobs[position] - document.ref_logprobs[position]
+    difference = float(document.logprobs[position]) - float(document.ref_logprobs[position])
     if estimator == "k3":
         difference = math.expm1(-difference) + difference
     return min(max(difference, -BOUND), BOUND)
@@ -86,8 +86,6 @@ def test_advantages_pay_for_what_is_to_come_in_later_rows_too(estimator: str) ->
 def advantage(document: Document, position: int) -> float:
     value = document.advantage
     if isinstance(value, Sequence):
-        each = value[position]
-        assert each is not None
-        return each
+        return float(value[position])
     assert value is not None
-    return value
+    return float(value)
