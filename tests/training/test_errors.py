@@ -1,6 +1,7 @@
 """Mistakes end `fastrl` with one message and exit code 2, and leave nothing behind."""
 
 import errno
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ def _error(
     before, children = sorted(folder.rglob("*")), num_children()
     assert main(["train", str(config), "--run-dir", str(folder / name), *overrides]) == 2
     assert sorted(folder.rglob("*")) == before
+    gc.collect()  # workers end with their pool, which a traceback may hold in a cycle
     assert num_children() == children
     out, error = capsys.readouterr()
     assert out == ""
