@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.forked_workers import fork_workers
 from tests.helpers.poison import poison_empty_memory
 
 HAS_GPU = torch.cuda.is_available()
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _poison() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         poison_empty_memory(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_workers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux" and not HAS_GPU:  # a fork loses the threads of a GPU's driver
+            fork_workers(patch)
         yield
 
 

@@ -70,6 +70,8 @@ def test_resume_after_a_phase_begins_the_next_one(
 ) -> None:
     run = tmp_path / "run"
     command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(run)]
+    # One that is written in the background is whole only when the process ends.
+    command.append("checkpoint.asynchronous=false")
     with monkeypatch.context() as patch:
         _interrupt_in_step(patch, 1, times=2)  # the second one ends the run at once
         assert main(command) == 130
