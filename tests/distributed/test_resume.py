@@ -88,5 +88,5 @@ def test_rl14_torchrun_starts_again_and_the_run_goes_on(tmp_path: Path, whole: P
     arguments = ["train", config, "--run-dir", str(run), "--resume", *ARGUMENTS, "parallel.data=2"]
     done = torchrun(2, "tests.helpers.killed_once", *arguments, max_restarts=2)
     assert done.returncode == 0, done.stderr
-    assert "SIGKILL" in done.stderr or "-9" in done.stderr
+    assert "failed (exitcode: " in done.stderr  # of the rank that was killed, or of the other
     _check_close(run, whole)
