@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -56,11 +57,11 @@ PAID = LossCase("paid", {"type": "grpo"})
 
 
 def token_batch(case: LossCase) -> TokenBatch:
-    documents = case.documents()
+    batch = case.packed(PAD_TO_MULTIPLE)
     if case == PAID:
-        documents = with_group_advantages(with_kl_in_rewards(documents, 0.2))
+        documents = with_group_advantages(with_kl_in_rewards(case.documents(), 0.2))
         documents = with_kl_to_go(documents, 0.1, estimator="k3")
-    batch = TokenBatch.from_documents(documents, pad_to_multiple=PAD_TO_MULTIPLE)
+        batch = TokenBatch.from_documents(documents, pad_to_multiple=PAD_TO_MULTIPLE)
     return with_sampled_tokens(batch, 0.5, seed=3) if case == DRAWN else batch
 
 
@@ -93,6 +94,7 @@ def run(
     )
 
 
+@cache
 def one_process(case: LossCase) -> Result:
     batch, hidden = whole_batch(case)
     head = capped_head({"loss": dict(case.config)})

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from fastrl import BatchKwargs, Document, TokenStatistics
+from fastrl import BatchKwargs, Document, TokenBatch, TokenStatistics
 from fastrl.config import AnyLossConfig, PolicyGradientLossConfig
 from fastrl.functional.reference.losses import LOSSES
 from fastrl.functional.reference.tokens import Tokens
@@ -22,9 +23,13 @@ from fastrl.layers.losses import LanguageModelLoss, build_loss
 from tests.helpers.loss_documents import (
     policy_documents,
     preference_documents,
+    widen,
     with_recorded_teacher,
     with_weights,
 )
+
+# Built once: it costs as much as a small test.
+_LOSS_CONFIG: TypeAdapter[AnyLossConfig] = TypeAdapter(AnyLossConfig)
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,7 @@ class LossCase:
     @property
     def parsed(self) -> AnyLossConfig:
         """The validated config."""
-        config: AnyLossConfig = TypeAdapter(AnyLossConfig).validate_python(dict(self.config))
-        return config
+        return _LOSS_CONFIG.validate_python(dict(self.config))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,10 +62,15 @@ class LossCase:
 
     def documents(self) -> list[Document]:
         """Documents with every column that the loss needs."""
-        documents = preference_documents() if self.pairs else policy_documents()
-        if self.recorded:
-            documents = with_recorded_teacher(documents)
-        return with_weights(documents) if self.columns else documents
+        return list(_documents(self.pairs, self.recorded, bool(self.columns)))
+
+    def packed(self, pad_to_multiple: int = 8) -> TokenBatch:
+        """The documents in one sequence."""
+        return _packed(self.pairs, self.recorded, bool(self.columns), pad_to_multiple)
+
+    def batch(self) -> BatchKwargs:
+        """The batch of all documents on one rank, in float64."""
+        return widen(self.packed().to_kwargs()[0])
 
     def loss(self) -> LanguageModelLoss[Any]:
         """The loss on one rank, to be called with a batch of all labels."""
@@ -73,6 +82,20 @@ class LossCase:
         if self.parsed.stream is not None:
             tokens = reference_of_stream(tokens, self.parsed.stream)
         return LOSSES[self.config["type"]](tokens, self.options)
+
+
+@cache
+def _documents(pairs: bool, recorded: bool, weighted: bool) -> tuple[Document, ...]:
+    documents = preference_documents() if pairs else policy_documents()
+    if recorded:
+        documents = with_recorded_teacher(documents)
+    return tuple(with_weights(documents) if weighted else documents)
+
+
+@cache
+def _packed(pairs: bool, recorded: bool, weighted: bool, pad_to_multiple: int) -> TokenBatch:
+    documents = _documents(pairs, recorded, weighted)
+    return TokenBatch.from_documents(documents, pad_to_multiple=pad_to_multiple)
 
 
 class OfStream:

@@ -95,7 +95,7 @@ def recorded_divergences(z: Tensor, batch: BatchKwargs, case: LossCase) -> Tenso
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_head_equals_the_definition(case: LossCase, strategy: str) -> None:
     head = capped_head({"policy": dict(case.config)}, strategy=strategy)
-    batch = pack(case.documents())
+    batch = case.batch()
     hidden = random_hidden(batch).requires_grad_()
     batch = close_to_policy(head, hidden, batch)
     needs_teacher = "divergence" in case.loss().needs and not case.recorded

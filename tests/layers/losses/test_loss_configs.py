@@ -320,7 +320,7 @@ OPTIONAL_COLUMNS = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_required_columns_are_those_without_which_a_batch_is_refused(case: LossCase) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     statistics = random_statistics(batch).map(torch.Tensor.detach)
     loss, columns = case.loss(), case.parsed.required_columns()
     assert columns <= OPTIONAL_COLUMNS

@@ -19,7 +19,7 @@ from fastrl.functional.kl import kl_estimate
 from fastrl.layers.losses import LanguageModelPolicyGradientLoss, build_loss, finish_metrics
 from fastrl.layers.losses.kl import kl_term
 from tests.helpers.loss_cases import CASES, LossCase
-from tests.helpers.loss_documents import pack, random_statistics, reference_tokens, widen
+from tests.helpers.loss_documents import random_statistics, reference_tokens, widen
 from tests.helpers.loss_heads import capped_head
 
 LOSSES_PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
@@ -249,7 +249,7 @@ def test_w21_the_margin_of_dpo_is_beta_times_that_of_the_docs() -> None:
     margins = []
     for beta in (0.1, 0.5):
         loss = LossCase("dpo", {"type": "dpo", "beta": beta}, pairs=True)
-        batch = pack(loss.documents())
+        batch = loss.batch()
         torch.manual_seed(0)
         margins.append(loss.loss().metrics(random_statistics(batch), batch)["margin"].item())
     assert margins[1] == pytest.approx(5 * margins[0])
@@ -258,7 +258,7 @@ def test_w21_the_margin_of_dpo_is_beta_times_that_of_the_docs() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_d1_no_label_at_all(case: LossCase) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     empty = batch.replace(
         labels=torch.full_like(batch.labels, -100),
         label_counts=torch.zeros_like(batch.label_counts),
@@ -282,7 +282,7 @@ GARBAGE = [-math.inf, math.inf, math.nan]
 @pytest.mark.parametrize("value", GARBAGE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_e1_slots_without_label_may_hold_anything(case: LossCase, value: float) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     statistics = random_statistics(batch)
     expected = case.loss()(statistics, batch)
     unlabelled = batch.labels == -100

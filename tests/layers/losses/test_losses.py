@@ -41,7 +41,7 @@ def gradients(loss: Tensor, statistics: TokenStatistics) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_value_and_gradient_are_the_definition(case: LossCase) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     statistics = random_statistics(batch)
     loss = case.loss()(statistics, batch)
     expected = case.reference(reference_tokens(statistics, batch))
@@ -100,7 +100,7 @@ def test_options_compose(loss: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradient_is_the_derivative(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     # Saturated ratios of e^20 leave no digits for finite differences of the rest.
@@ -152,7 +152,7 @@ def slots_of(batch: BatchKwargs, documents: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_outside_of_gradient_rows_have_no_say(case: LossCase) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     statistics = random_statistics(batch)
     loss = case.loss()
     rows = loss.gradient_rows(batch)
@@ -171,7 +171,7 @@ def test_rows_outside_of_gradient_rows_have_no_say(case: LossCase) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_metrics_do_not_depend_on_the_split(case: LossCase) -> None:
-    batch = pack(case.documents())
+    batch = case.batch()
     statistics = random_statistics(batch).map(Tensor.detach)
     loss = case.loss()
     whole = finish_metrics(loss.metrics(statistics, batch))

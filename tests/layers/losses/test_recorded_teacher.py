@@ -134,7 +134,7 @@ def test_a_rest_near_0_keeps_its_digits(name: str) -> None:
 def test_the_statistics_are_those_of_a_batch_in_chunks_without_logits() -> None:
     """Forward and backward hold no [T, V] and no [T, K] of padding."""
     case = BY_NAME["distillation_recorded"]
-    batch = pack(case.documents())
+    batch = case.batch()
     hidden = random_hidden(batch).requires_grad_()
     losses = [
         recorded_head("forward", chunk_size=size)(hidden, batch).loss
