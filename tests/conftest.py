@@ -1,9 +1,11 @@
 """Seeds, devices, Triton's interpreter, and poison in uninitialised memory."""
 
+import atexit
+import gc
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -23,8 +25,25 @@ if not HAS_GPU:
 torch.set_num_threads(1)
 
 
+# Tests of many seconds, which come first so that no worker waits for one at the end.
+LONG = ("tests/distributed/", "tests/models/test_compile", "tests/test_no", "tests/test_trl_")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spares the garbage collector what is imported: some million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries report as leaks what is left at the end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Begins with long tests, and skips what needs a GPU where there is none."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

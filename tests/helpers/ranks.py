@@ -10,6 +10,7 @@ starts a new set.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -161,6 +162,7 @@ def _serve(
     connection: Connection, rank: int, world_size: int, rendezvous: str, stack_file: str
 ) -> None:
     """The loop of one rank's process, which ends with the pool's."""
+    gc.freeze()
     torch.set_num_threads(1)
     poison_empty_memory(pytest.MonkeyPatch())
     with open(stack_file, "w") as stacks:
