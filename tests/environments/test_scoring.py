@@ -23,6 +23,7 @@ from fastrl.config.environment import PythonEnvironmentConfig, ReasoningGymConfi
 from fastrl.environments import Problem, pool
 from fastrl.environments.pool import Outcomes, ScoringPool
 from fastrl.training.environment import RunEnvironment
+from tests.helpers.forked_workers import fork_workers
 from tests.helpers.runs import write_tiny
 
 # The tasks of reasoning-gym 0.1.25 whose verifiers evaluate the text of a completion.
@@ -97,6 +98,8 @@ def listener() -> Iterator[socket.socket]:
 def test_rl2_the_text_of_a_model_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket, task: str
 ) -> None:
+    if task != EVALUATING[0]:  # for one task, workers are processes of their own
+        fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
     target = tmp_path / "PWNED"
     port = listener.getsockname()[1]
@@ -131,7 +134,11 @@ def test_rl2_the_text_of_a_model_does_nothing(
 
 
 @pytest.mark.parametrize("text", ["9**9**9**9", "factorial(10**9)", "[0] * 10**12", "'a' * 10**11"])
-def test_rl3_what_takes_too_long_or_too_much_counts_as_no_answer(text: str) -> None:
+def test_rl3_what_takes_too_long_or_too_much_counts_as_no_answer(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    if "**9" in text:  # no memory is bounded
+        fork_workers(monkeypatch)
     values = {"task": "countdown", "train_prompts": 4, "heldout_prompts": 2, "workers": 1}
     config = parse_config(ReasoningGymConfig, values | {"limits": {"seconds": 1.0}})
     environment = RunEnvironment(config, seed=0)

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where rank 0 writes the results")
     parser.add_argument("--parts", default="model,head", help="model, head or both")
+    parser.add_argument("--variants", help="of the model, by name; default: all of so many ranks")
     parser.add_argument(
         "--seconds", type=float, default=480, help="after so many no further case is begun"
     )
@@ -57,7 +59,8 @@ def main() -> int:
     # A rank that fails alone leaves the others in a collective, which then ends the job.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     report = Report(arguments.json, time.monotonic() + arguments.seconds)
-    parts = {"model": run_models, "head": run_heads}
+    named = arguments.variants.split(",") if arguments.variants else [*VARIANTS]
+    parts = {"model": partial(run_models, named), "head": run_heads}
     for part in arguments.parts.split(","):
         parts[part](report)
     report.finish()
@@ -156,10 +159,10 @@ def run_head(report: Report, case_name: str, name: str, layout: Ranks) -> None:
     report.run(where, lambda: run_on_rank(case_name, RUNS[name], layout), check)
 
 
-def run_models(report: Report) -> None:
+def run_models(names: list[str], report: Report) -> None:
     """The Llama: three steps of every variant of this many ranks, and on FlexAttention."""
     size = dist.get_world_size()
-    variants = [variant for variant in VARIANTS.values() if variant.ranks.world_size == size]
+    variants = [VARIANTS[name] for name in names if VARIANTS[name].ranks.world_size == size]
     if size == 2 and torch.cuda.is_available():
         variants += [
             replace(VARIANTS[name], name=f"{name}_flex", head_dim=16)

@@ -16,7 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fastrl.environments.fence import leave_network
+from tests.helpers.forked_workers import fork_workers
 
 LOOK_UPS = {
     "socket.getaddrinfo",
@@ -103,6 +106,7 @@ if __name__ == "__main__":
             connection.settimeout(1)
             connection.connect(("192.0.2.1", 80))
     else:
+        fork_workers(pytest.MonkeyPatch())  # which takes the hook along
         codes = run_commands(Path(sys.argv[1]))
         if importlib.util.find_spec("transformers") is not None:
             attach_a_head()

@@ -37,7 +37,17 @@ _IMPORTS = ("fastrl.training.run", "reasoning_gym", "torch.distributed.tensor.pa
 def torchrun(
     num_processes: int, module: str, *arguments: str, max_restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a job; `returncode` is 0 or 1, as torchrun's."""
+    """The end of a job.
+
+    Args:
+        num_processes: of the job.
+        module: to run on each, or the path of a script.
+        arguments: of the module.
+        max_restarts: of all ranks, after one has failed.
+
+    Returns:
+        Output of all processes; `returncode` is 0 or 1, as torchrun's.
+    """
     for name in _IMPORTS:
         importlib.import_module(name)
     job = [module, *arguments]
@@ -108,7 +118,10 @@ def _be_rank(job: list[str]) -> None:
     warnings.simplefilter("default")
     sys.argv = list(job)
     try:
-        runpy.run_module(job[0], run_name="__main__", alter_sys=True)
+        if job[0].endswith(".py"):
+            runpy.run_path(job[0], run_name="__main__")
+        else:
+            runpy.run_module(job[0], run_name="__main__", alter_sys=True)
     except Exception:
         traceback.print_exc()
         sys.exit(1)

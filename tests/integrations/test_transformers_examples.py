@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -36,17 +35,7 @@ def test_lora_learns_and_comes_off(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_ranks_learn() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(EXAMPLES / "fsdp2.py")),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = torchrun(2, str(EXAMPLES / "fsdp2.py"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(line.endswith("on 2 ranks") for line in lines)
