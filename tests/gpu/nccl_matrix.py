@@ -60,6 +60,7 @@ def main() -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     report = Report(arguments.json, time.monotonic() + arguments.seconds)
     named = arguments.variants.split(",") if arguments.variants else [*VARIANTS]
+    parts: dict[str, Callable[[Report], None]]
     parts = {"model": partial(run_models, named), "head": run_heads}
     for part in arguments.parts.split(","):
         parts[part](report)
