@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import torchrun
 from tests.helpers.runs import write_tiny
 from tests.helpers.torchrun import ROOT
 
@@ -25,18 +26,21 @@ SCRIPT = IDS + "from fastrl.__main__ import run\nsys.exit(run())\n"
 class Job:
     """A run of two ranks under torchrun that trains until it is ended."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, forks: bool = False) -> None:
         self.run = folder / "run"
         self._ids = folder / "rank"
         script = folder / "job.py"
         script.write_text(SCRIPT, encoding="utf-8")
+        command = [str(script), str(self._ids)]
+        command += ["train", str(write_tiny(folder)), "--run-dir", str(self.run)]
+        command += [*OVERRIDES, *overrides]
+        self.torchrun: torchrun.Job | subprocess.Popen[str]
+        if forks:
+            self.torchrun = torchrun.Job(folder, 2, *command)
+            return
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.torchrun = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", "2", str(script), str(self._ids)),
-                *("train", str(write_tiny(folder)), "--run-dir", str(self.run)),
-                *(*OVERRIDES, *overrides),
-            ],
+            [*launcher, "--nproc-per-node", "2", *command],
             cwd=ROOT,
             env=os.environ
             | {
@@ -84,8 +88,8 @@ def is_running(pid: int) -> bool:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs = []
 
-    def started(*overrides: str) -> Job:
-        jobs.append(Job(tmp_path, *overrides))
+    def started(*overrides: str, forks: bool = False) -> Job:
+        jobs.append(Job(tmp_path, *overrides, forks=forks))
         jobs[0].wait_for(lambda: len(jobs[0].steps()) > 3 or jobs[0].torchrun.poll() is not None)
         if jobs[0].torchrun.poll() is not None:
             pytest.fail(jobs[0].torchrun.communicate()[1])
@@ -98,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 def test_rl15_all_ranks_stop_after_the_same_step(start: Callable[..., Job]) -> None:
     job = start()
-    job.torchrun.terminate()
+    os.kill(job.torchrun.pid, signal.SIGTERM)
     out, _ = job.torchrun.communicate(timeout=240)
     assert job.torchrun.returncode != 0
     last = job.steps()[-1]
@@ -108,12 +112,14 @@ def test_rl15_all_ranks_stop_after_the_same_step(start: Callable[..., Job]) -> N
 
 
 def test_rl16_a_rank_that_hangs_ends_the_job(start: Callable[..., Job]) -> None:
-    job = start("parallel.timeout=20", "checkpoint.every=2")
+    job = start("parallel.timeout=8", "checkpoint.every=2", forks=True)
     job.wait_for((job.run / "checkpoints" / "latest").exists)  # written in the background
     os.kill(job.ranks[1], signal.SIGSTOP)
+    job.wait_for(lambda: not is_running(job.ranks[0]))
+    os.kill(job.ranks[1], signal.SIGKILL)  # the agent would do so after half a minute
     _, error = job.torchrun.communicate(timeout=240)
     assert job.torchrun.returncode != 0
-    message = "fastrl: error: rank {} of 2 made no progress for 20 s (`parallel.timeout`)"
+    message = "fastrl: error: rank {} of 2 made no progress for 8 s (`parallel.timeout`)"
     assert message.format(0) in error
     assert message.format(1) not in error
     stack = error.split(message.format(0))[1]
@@ -127,8 +133,8 @@ def test_rl16_a_rank_that_hangs_ends_the_job(start: Callable[..., Job]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_rl17_ranks_end_with_torchrun(start: Callable[..., Job]) -> None:
     job = start()
-    job.torchrun.kill()
-    job.torchrun.wait()
+    os.kill(job.torchrun.pid, signal.SIGKILL)
+    job.wait_for(lambda: job.torchrun.poll() is not None)
     job.wait_for(lambda: not any(is_running(pid) for pid in job.ranks), seconds=20)
     size = (job.run / "metrics.jsonl").stat().st_size
     time.sleep(0.5)

@@ -49,7 +49,9 @@ def test_shards_make_whole_files_and_come_back_on_other_layouts(
     assert max(written) < (0.7 if size == 2 else 0.5) * total
     assert (tmp_path / "checkpoints" / "latest").read_text(encoding="utf-8") == f"{NAME}\n"
 
-    for other in ("fsdp2_tp2", "tp2", "fsdp2", "one"):
+    # The files are the same, so of each kind those of one layout are read by all others.
+    others = ("fsdp2_tp2", "tp2", "fsdp2") if layout in ("fsdp4", "fsdp2") else ()
+    for other in (*others, "one"):
         run = tmp_path / other
         run.mkdir()
         arguments = (checkpoint, other, tied, run)

@@ -24,6 +24,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def changed_by_bad_gradients(variant_name: str, bad: float) -> list[str]:
     """On a rank: what an update changed, though one number of the last tensor rank was `bad`.
 
@@ -38,12 +43,15 @@ def changed_by_bad_gradients(variant_name: str, bad: float) -> list[str]:
     groups = parallelize_llama(llama, mesh, sequence_parallel=layout.sequence_parallel)
     optimizer = build_optimizer(llama, OPTIMIZER)
 
+    forward_backward(llama, documents(0), variant, groups)
+    gradients = {name: gradient_of(parameter) for name, parameter in llama.named_parameters()}
+
     def update(number: int, poisoned: Tensor | None) -> Tensor:
-        forward_backward(llama, documents(0), variant, groups)
+        for name, parameter in llama.named_parameters():
+            parameter.grad = gradients[name].clone()
         if poisoned is not None and group_rank(groups.tp) == layout.tensor - 1:
-            assert poisoned.grad is not None
             with torch.no_grad():
-                local(poisoned.grad).view(-1)[-1] = bad
+                local(gradient_of(poisoned)).view(-1)[-1] = bad
         reduce_gradients(llama)
         return apply_update(optimizer, OPTIMIZER, number, 100)
 

@@ -48,27 +48,48 @@ def torchrun(
     Returns:
         Output of all processes; `returncode` is 0 or 1, as torchrun's.
     """
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    job = [module, *arguments]
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        agent = start_child(partial(_be_agent, num_processes, job, max_restarts, err), out)
-        code = _wait(agent)
-        texts = [file.read_text(encoding="utf-8") for file in (out, err)]
-    return subprocess.CompletedProcess(job, code, *texts)
+        job = Job(Path(folder), num_processes, module, *arguments, max_restarts=max_restarts)
+        out, err = job.communicate()
+    return subprocess.CompletedProcess([module, *arguments], job.returncode or 0, out, err)
 
 
-def _wait(agent: int) -> int:
-    end = time.monotonic() + _SECONDS
-    while time.monotonic() < end:
-        found, status = os.waitpid(agent, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.killpg(agent, signal.SIGKILL)
-    os.waitpid(agent, 0)
-    raise AssertionError(f"the job hangs for {_SECONDS} s")
+class Job:
+    """The part of `subprocess.Popen` that tests need, of the agent of a job.
+
+    Args:
+        folder: for the output.
+        num_processes: of the job.
+        module: as of `torchrun`.
+        arguments: of the module.
+        max_restarts: as of `torchrun`.
+    """
+
+    def __init__(
+        self, folder: Path, num_processes: int, module: str, *arguments: str, max_restarts: int = 0
+    ) -> None:
+        for name in _IMPORTS:
+            importlib.import_module(name)
+        self.returncode: int | None = None
+        self._files = folder / "out", folder / "err"
+        job = partial(_be_agent, num_processes, [module, *arguments], max_restarts, self._files[1])
+        self.pid = start_child(job, self._files[0])
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+
+    def communicate(self, timeout: float = _SECONDS) -> tuple[str, str]:
+        end = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if self.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise AssertionError(f"the job hangs for {timeout} s")
+        out, err = (file.read_text(encoding="utf-8") for file in self._files)
+        return out, err
 
 
 def _be_agent(num_processes: int, job: list[str], max_restarts: int, err: Path) -> int:
@@ -82,7 +103,7 @@ def _be_agent(num_processes: int, job: list[str], max_restarts: int, err: Path) 
                 handler.setStream(sys.stderr)
     _drop_sockets()
     os.chdir(ROOT)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
