@@ -15,7 +15,6 @@ import pytest
 
 from tests.helpers import torchrun
 from tests.helpers.runs import write_tiny
-from tests.helpers.torchrun import ROOT
 
 OVERRIDES = ["parallel.data=2", "phases.0.steps=100000", "phases.0.optimizer.schedule=constant"]
 OVERRIDES += ["phases.0.optimizer.warmup_updates=0"]
@@ -31,23 +30,16 @@ class Job:
         self._ids = folder / "rank"
         script = folder / "job.py"
         script.write_text(SCRIPT, encoding="utf-8")
-        command = [str(script), str(self._ids)]
-        command += ["train", str(write_tiny(folder)), "--run-dir", str(self.run)]
-        command += [*OVERRIDES, *overrides]
+        arguments = [str(script), str(self._ids)]
+        arguments += ["train", str(write_tiny(folder)), "--run-dir", str(self.run)]
+        arguments += [*OVERRIDES, *overrides]
         self.torchrun: torchrun.Job | subprocess.Popen[str]
-        if forks:
-            self.torchrun = torchrun.Job(folder, 2, *command)
+        if forks and torchrun.FORKS:
+            self.torchrun = torchrun.Job(folder, 2, *arguments)
             return
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.torchrun = subprocess.Popen(
-            [*launcher, "--nproc-per-node", "2", *command],
-            cwd=ROOT,
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
-            },
+            torchrun.command(2, *arguments),
+            **torchrun.environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

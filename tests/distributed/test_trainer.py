@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fastrl.cli import main
 from fastrl.training.checkpoint import latest_checkpoint
+from tests.helpers.killed_runs import forks, train_on_ranks
 from tests.helpers.runs import final_weights, write_tiny
 from tests.helpers.torchrun import torchrun
 
@@ -121,14 +122,13 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60 + 60  # a minute after the start of its processes
 
 
+@forks
 def test_a_wrong_number_of_processes_is_one_clear_error(tmp_path: Path) -> None:
-    config = str(write_tiny(tmp_path))
-    done = torchrun(
-        2, "fastrl", "train", config, "--run-dir", str(tmp_path / "run"), "parallel.data=3"
-    )
-    assert done.returncode != 0
+    run = tmp_path / "run"
+    assert train_on_ranks(2, run, str(write_tiny(tmp_path)), "parallel.data=3") == [2, 2]
+    output = run.with_suffix(".out").read_text(encoding="utf-8")
     message = (
         "fastrl: error: `parallel` must have sizes that multiply to the number of processes, 2"
     )
-    assert done.stderr.count(message) == 2
-    assert done.stderr.count("Traceback") == 1  # torchrun's own
+    assert output.count(message) == 2
+    assert "Traceback" not in output

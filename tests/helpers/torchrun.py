@@ -1,7 +1,8 @@
 """A module on several processes, under torchrun's own agent.
 
 The agent and its ranks are forks of this process, which has loaded torch; new interpreters would
-spend most of a test on imports. `test_processes.py` starts torchrun as users do.
+spend most of a test on imports. `test_processes.py` starts torchrun as users do; so do all tests
+where there is a GPU or no Linux.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import uuid
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,6 +31,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.helpers.killed_runs import start_child
 
 ROOT = Path(__file__).parent.parent.parent
+# A fork of a process that has used a GPU cannot use it.
+FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 _SECONDS = 280
 # What most jobs import, once instead of on each rank.
 _IMPORTS = ("fastrl.training.run", "reasoning_gym", "torch.distributed.tensor.parallel")
@@ -48,10 +52,38 @@ def torchrun(
     Returns:
         Output of all processes; `returncode` is 0 or 1, as torchrun's.
     """
+    if not FORKS:
+        return subprocess.run(
+            command(num_processes, module, *arguments, max_restarts=max_restarts),
+            **environment(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), num_processes, module, *arguments, max_restarts=max_restarts)
         out, err = job.communicate()
     return subprocess.CompletedProcess([module, *arguments], job.returncode or 0, out, err)
+
+
+def command(num_processes: int, module: str, *arguments: str, max_restarts: int = 0) -> list[str]:
+    """The command that a user types, and that is taken where there is a GPU."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_processes), "--max-restarts", str(max_restarts)),
+        *([module] if module.endswith(".py") else ["-m", module]),
+        *arguments,
+    ]
+
+
+def environment(**variables: str) -> dict[str, Any]:
+    """Folder and variables of its process."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return {
+        "cwd": ROOT,
+        "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | variables,
+    }
 
 
 class Job:
