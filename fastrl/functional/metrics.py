@@ -119,5 +119,10 @@ def _combine(name: str, parts: Tensor) -> Tensor:  # [N]
 
 
 def wide(values: Tensor) -> Tensor:
-    """`values` in float64 where the device has it: sums then do not depend on the split."""
-    return values.float() if values.device.type == "mps" else values.double()
+    """`values` in `wide_dtype`."""
+    return values.to(wide_dtype(values.device))
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it: sums then do not depend on the split."""
+    return torch.float32 if device.type == "mps" else torch.float64

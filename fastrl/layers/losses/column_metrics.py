@@ -7,10 +7,11 @@ from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.kl import kl_estimate
+from fastrl.functional.metrics import wide
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.policy_terms import PolicyTerms
-from fastrl.layers.losses.reduction import document_mean, moments
+from fastrl.layers.losses.reduction import document_mean
 
 
 def divergences(
@@ -18,28 +19,27 @@ def divergences(
 ) -> dict[str, Tensor]:
     """Estimates of the KL divergences between the policies of the batch."""
     columns: dict[str, Tensor] = {}
-    if batch.old_logprobs is not None:
-        columns["old_logprob"] = batch.old_logprobs
-        differences = masked(batch.old_logprobs - statistics.logprobs, terms.mask)
-        columns["kl_old_new"] = kl_estimate(differences, "k3")
-        columns["kl_old_new_k1"] = differences
+    differences: dict[str, Tensor] = {}
+    new, old = statistics.logprobs, batch.old_logprobs
+    if old is not None:
+        columns["old_logprob"] = old
+        differences["kl_old_new"] = old - new
     if batch.ref_logprobs is not None:
-        differences = masked(statistics.logprobs - batch.ref_logprobs, terms.mask)
-        columns["kl_ref"] = kl_estimate(differences, "k3")
-        columns["kl_ref_k1"] = differences
-    if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
-        differences = masked(batch.rollout_logprobs - batch.old_logprobs, terms.mask)
-        columns["kl_rollout"] = kl_estimate(differences, "k3")
-        columns["kl_rollout_k1"] = differences
+        differences["kl_ref"] = new - batch.ref_logprobs
+    if old is not None and batch.rollout_logprobs is not None:
+        differences["kl_rollout"] = batch.rollout_logprobs - old
+    if differences:
+        k1 = masked(torch.stack(list(differences.values())), terms.mask)  # [K, T]
+        columns |= zip(differences, kl_estimate(k1, "k3"), strict=True)
+        columns |= zip([f"{name}_k1" for name in differences], k1, strict=True)
     return columns
 
 
 def staleness(batch: BatchKwargs) -> dict[str, Tensor]:
-    """Versions between the current weights and those that sampled a token's document."""
+    """Versions between the current weights and those that sampled a token's document, [T]."""
     if batch.current_version is None or batch.model_version is None:
         return {}
-    found = moments("staleness", batch.current_version - batch.model_version, batch)
-    return {name: found[name] for name in ("staleness", "staleness_max")}
+    return {"staleness": batch.current_version - batch.model_version}
 
 
 def rewards(batch: BatchKwargs) -> dict[str, Tensor]:
@@ -50,8 +50,6 @@ def rewards(batch: BatchKwargs) -> dict[str, Tensor]:
     values = values[batch.document_index]
     scored = ~values.isnan()
     values = masked(values, scored)
-    return {
-        "reward": document_mean(values, batch),
-        "reward_squared": document_mean(values.double().square(), batch),
-        "reward_share": document_mean(scored.to(values.dtype), batch),
-    }
+    mean, share = document_mean(torch.stack([values, scored.to(values.dtype)]), batch)
+    squared = document_mean(wide(values).square(), batch)
+    return {"reward": mean, "reward_squared": squared, "reward_share": share}

@@ -9,7 +9,7 @@ from fastrl.config.losses import CrossEntropyLossConfig, ZLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, masked
-from fastrl.layers.losses.reduction import token_mean
+from fastrl.layers.losses.reduction import token_mean, token_metrics
 
 
 class CrossEntropyLoss(LanguageModelLoss[CrossEntropyLossConfig]):
@@ -40,13 +40,10 @@ class CrossEntropyLoss(LanguageModelLoss[CrossEntropyLossConfig]):
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
         """`loss`; `logprob`; `entropy` where it was computed."""
-        metrics = {
-            "loss": self(statistics, batch),
-            "logprob": token_mean(statistics.logprobs, batch),
-        }
+        means = {"logprob": statistics.logprobs}
         if statistics.entropy is not None:
-            metrics["entropy"] = token_mean(statistics.entropy, batch)
-        return metrics
+            means["entropy"] = statistics.entropy
+        return {"loss": self(statistics, batch), **token_metrics(means, {}, batch)}
 
 
 class ZLoss(LanguageModelLoss[ZLossConfig]):

@@ -71,8 +71,9 @@ def policy_inputs(
         teacher = required(batch.ref_logprobs, "ref_logprobs", loss, reason)
         advantages = advantages + teacher_advantages(teacher, logprobs, distillation)
     advantages = masked(advantages, mask)
-    log_ratios = torch.zeros_like(logprobs)
-    if ratio_level != "none":
+    if ratio_level == "none":
+        log_ratios = torch.zeros_like(logprobs)
+    else:
         old = required(batch.old_logprobs, "old_logprobs", loss)
         log_ratios = masked(statistics.logprobs - old, mask)
     return PolicyInputs(loss, statistics, batch, mask, logprobs, log_ratios, advantages)

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
+from fastrl.functional.metrics import wide_dtype
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import masked
 from fastrl.layers.losses.column_metrics import divergences, rewards, staleness
 from fastrl.layers.losses.entropy import EntropyBonus
 from fastrl.layers.losses.kl import KLCoefficient
-from fastrl.layers.losses.normalisation import draw_weighted
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.ratios import bounded_exp
-from fastrl.layers.losses.reduction import moments, token_means
+from fastrl.layers.losses.reduction import document_total, token_metrics
 
 
 def policy_metrics(
@@ -40,41 +39,48 @@ def policy_metrics(
     factor, and `correction_i_masked`, the share that it drops; `entropy`, `entropy_bonus_max`
     likewise, and `kl_coefficient_max` where it adapts.
     """
-    columns: dict[str, Tensor] = {"logprob": statistics.logprobs}
-    columns["active_fraction"] = _active(terms).to(torch.float32)
-    if terms.weights is not None:
-        columns["weight"] = terms.weights
-    for option, factor in terms.corrections.items():
-        _, _, number = option.partition(".")
-        if number:
-            columns[f"correction_{number}"] = factor
-            columns[f"correction_{number}_masked"] = (factor == 0).to(torch.float32)
+    masks, columns = _shares(terms, clipped), divergences(terms, statistics, batch)
+    columns["logprob"] = statistics.logprobs
     if statistics.entropy is not None:
         columns["entropy"] = statistics.entropy
-    if clipped is not None:
-        low, high = clipped
-        columns["clip_fraction_low"] = low.to(torch.float32)
-        columns["clip_fraction_high"] = high.to(torch.float32)
-        columns["clip_fraction"] = (low | high).to(torch.float32)
-    columns |= divergences(terms, statistics, batch)
-    metrics = {"loss": value.detach()}
-    metrics |= token_means(columns, batch)
-    metrics |= moments("ratio", terms.ratio, batch) | moments("advantage", terms.advantages, batch)
-    if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
-        log_weights = masked(batch.old_logprobs - batch.rollout_logprobs, terms.mask)
-        metrics |= moments("rollout_weight", bounded_exp(log_weights), batch)
-    metrics |= staleness(batch) | rewards(batch)
+    if terms.weights is not None:
+        columns["weight"] = terms.weights
+    columns |= {f"correction_{n}": factor for n, factor in _numbered(terms)}
+    moments = {"ratio": terms.ratio, "advantage": terms.advantages}
+    if "kl_rollout_k1" in columns:
+        moments["rollout_weight"] = bounded_exp(-columns["kl_rollout_k1"])
+    moments |= staleness(batch)
+    metrics = {"loss": value.detach(), **token_metrics(masks | columns, moments, batch)}
+    for unused in ("staleness_squared", "staleness_min"):
+        metrics.pop(unused, None)
+    metrics |= rewards(batch)
     if bonus.can_act:
         metrics["entropy_bonus_max"] = torch.full_like(metrics["loss"], bonus.value)
     if kl.adaptive is not None:
         metrics["kl_coefficient_max"] = torch.full_like(metrics["loss"], kl.value)
-    ones = torch.ones_like(statistics.logprobs)
-    metrics["tokens"] = masked(ones, terms.mask).double().sum()
-    shares = masked(ones, terms.mask) / batch.label_counts.clamp(min=1)
-    metrics["documents"] = draw_weighted(shares.double(), batch).sum()
+    is_label = terms.mask.to(statistics.logprobs.dtype)
+    metrics["tokens"] = is_label.sum(dtype=wide_dtype(is_label.device))
+    metrics["documents"] = document_total(is_label, batch)
     return metrics
 
 
-def _active(terms: PolicyTerms) -> Tensor:
+def _shares(
+    terms: PolicyTerms,
+    clipped: tuple[Tensor, Tensor] | None,  # [T], [T]
+) -> dict[str, Tensor]:  # [T] each
+    """What is true of a token or not, by the name of the share of tokens."""
     active = terms.mask & (terms.advantages != 0)
-    return active if terms.weights is None else active & (terms.weights != 0)
+    if terms.weights is not None:
+        active = active & (terms.weights != 0)
+    masks = {"active_fraction": active}
+    masks |= {f"correction_{n}_masked": factor == 0 for n, factor in _numbered(terms)}
+    if clipped is not None:
+        low, high = clipped
+        masks |= {"clip_fraction_low": low, "clip_fraction_high": high, "clip_fraction": low | high}
+    return masks
+
+
+def _numbered(terms: PolicyTerms) -> list[tuple[str, Tensor]]:
+    """The factors [T] of the entries of `corrections`, by their number."""
+    found = [(option.partition(".")[2], factor) for option, factor in terms.corrections.items()]
+    return [(number, factor) for number, factor in found if number]

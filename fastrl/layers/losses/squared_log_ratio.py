@@ -10,7 +10,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, Scope, masked, required
 from fastrl.layers.losses.ratios import per_document
-from fastrl.layers.losses.reduction import moments, token_mean
+from fastrl.layers.losses.reduction import token_metrics
 
 
 class SquaredLogRatioLoss(LanguageModelLoss[SquaredLogRatioLossConfig]):
@@ -39,11 +39,9 @@ class SquaredLogRatioLoss(LanguageModelLoss[SquaredLogRatioLossConfig]):
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
         """`loss`, `logprob`, and `log_ratio` with its moments, at the loss's level."""
         log_ratios = self._log_ratios(statistics, batch)
-        return {
-            "loss": self.normalise(log_ratios.square(), batch),
-            "logprob": token_mean(statistics.logprobs, batch),
-            **moments("log_ratio", log_ratios, batch),
-        }
+        means, moments = {"logprob": statistics.logprobs}, {"log_ratio": log_ratios}
+        loss = self.normalise(log_ratios.square(), batch)
+        return {"loss": loss, **token_metrics(means, moments, batch)}
 
     def _log_ratios(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:  # [T]
         name = f"{self.config.behaviour}_logprobs"

@@ -9,7 +9,7 @@ from fastrl.config.heads import ValueLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import LanguageModelLoss, masked, required
-from fastrl.layers.losses.reduction import moments, token_means
+from fastrl.layers.losses.reduction import token_metrics
 
 
 class ValueLoss(LanguageModelLoss[ValueLossConfig]):
@@ -42,14 +42,9 @@ class ValueLoss(LanguageModelLoss[ValueLossConfig]):
         mask = batch.labels != -100
         returns = masked(required(batch.returns, "returns", self), mask)
         values = masked(_values(statistics), mask)
-        columns = {"clip_fraction": (clipped > own).to(values.dtype)}
-        return {
-            "loss": self(statistics, batch),
-            **moments("value", values, batch),
-            **moments("return", returns, batch),
-            **moments("return_error", returns - values, batch),
-            **(token_means(columns, batch) if self.config.epsilon is not None else {}),
-        }
+        means = {} if self.config.epsilon is None else {"clip_fraction": clipped > own}
+        moments = {"value": values, "return": returns, "return_error": returns - values}
+        return {"loss": self(statistics, batch), **token_metrics(means, moments, batch)}
 
     def _errors(self, statistics: TokenStatistics, batch: BatchKwargs) -> tuple[Tensor, Tensor]:
         """Squared errors of the values and of the clipped ones, 0 without label."""
