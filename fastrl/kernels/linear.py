@@ -14,11 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
 from fastrl.kernels.linear_kernel import EXPONENTIALS, GRADIENT, STATISTICS, linear_kernel
 from fastrl.kernels.merge import merge_partial_statistics
 
@@ -65,9 +64,9 @@ def linear_statistics(
     num_rows = hidden_states.shape[0]
     if num_rows == 0 or tile.num_columns == 0:
         return
-    tiles = triton.cdiv(weight.shape[0], BLOCKS.columns)
+    tiles = ceil_div(weight.shape[0], BLOCKS.columns)
     most_rows = max(MAX_PARTIAL_BYTES // (12 * tiles) // BLOCKS.rows, 1) * BLOCKS.rows
-    step = triton.cdiv(num_rows, triton.cdiv(num_rows, most_rows))
+    step = ceil_div(num_rows, ceil_div(num_rows, most_rows))
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         part = statistics[:, rows]
@@ -110,7 +109,7 @@ def linear_exponentials(
     those of `linear_statistics`. The result holds the tiles' references (in nats), s and u.
     """
     assert output.dtype == torch.bfloat16, "other 16-bit floats have too few exponents"
-    partials = _new_partials(triton.cdiv(weight.shape[0], BLOCKS.columns), statistics)
+    partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), statistics)
     if hidden_states.shape[0] == 0:
         return partials
     _launch(
@@ -183,8 +182,8 @@ def _launch(
     """One launch; what an epilogue does not use is None."""
     blocks = BLOCKS
     num_rows, depth = hidden_states.shape
-    row_tiles = triton.cdiv(num_rows, blocks.rows)
-    tiles = row_tiles * triton.cdiv(weight.shape[0], blocks.columns)
+    row_tiles = ceil_div(num_rows, blocks.rows)
+    tiles = row_tiles * ceil_div(weight.shape[0], blocks.columns)
     most = max(GROUP_BYTES // (blocks.rows * depth * hidden_states.element_size()), 1)
     names = "label_logits partials logsumexp entropy grad_logprobs grad_logsumexp grad_entropy"
     unused = dict.fromkeys(names.split())
@@ -198,7 +197,7 @@ def _launch(
         num_rows=num_rows,
         total_columns=weight.shape[0],
         depth=depth,
-        group=triton.cdiv(row_tiles, triton.cdiv(row_tiles, most)),
+        group=ceil_div(row_tiles, ceil_div(row_tiles, most)),
         EPILOGUE=epilogue,
         HAS_GRAD_LOGSUMEXP=others.get("grad_logsumexp") is not None,
         BLOCK_R=blocks.rows,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import ceil_div
 from fastrl.kernels.transform import LOG2_E
 
 
@@ -27,7 +28,7 @@ def merge_partial_statistics(
     assert statistics.stride(1) == 1 or num_rows == 1
     assert partials.is_contiguous()
     block_rows = 32
-    _merge_kernel[(triton.cdiv(num_rows, block_rows),)](
+    _merge_kernel[(ceil_div(num_rows, block_rows),)](
         statistics=statistics,
         partials=partials,
         statistics_stride=statistics.stride(0),

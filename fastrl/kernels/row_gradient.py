@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
 from fastrl.kernels.row_statistics import parts_per_row
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -42,7 +42,7 @@ def row_gradient(
     assert operand_dtype.itemsize <= logits.dtype.itemsize
     assert gradients.entropy is None or entropy is not None
     block = min(4096, max(triton.next_power_of_2(total_columns), 128))
-    num_blocks = triton.cdiv(total_columns, block)
+    num_blocks = ceil_div(total_columns, block)
     num_parts = parts_per_row(num_rows, num_blocks)
     if num_parts > 1:
         output = torch.empty(num_rows, total_columns, dtype=operand_dtype, device=logits.device)
@@ -60,7 +60,7 @@ def row_gradient(
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
         total_columns=total_columns,
-        columns_per_part=triton.cdiv(num_blocks, num_parts) * block,
+        columns_per_part=ceil_div(num_blocks, num_parts) * block,
         IN_PLACE=num_parts == 1,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import ceil_div
+
 # Of a grid-strided pass: several per multiprocessor.
 MAX_PROGRAMS = 1056
 
@@ -41,7 +43,7 @@ def _launch_rows(
     assert values.stride(1) == 1 or depth == 1
     assert output.stride(1) == 1 or depth == 1
     block = min(4096, triton.next_power_of_2(depth))
-    _rows_kernel[(num_rows, triton.cdiv(depth, block))](
+    _rows_kernel[(num_rows, ceil_div(depth, block))](
         output=output,
         values=values,
         factors=factors,
@@ -95,7 +97,7 @@ def scale_in_place(
     if tensor.numel() == 0:
         return
     block = 4096
-    num_programs = min(triton.cdiv(tensor.numel(), block), MAX_PROGRAMS)
+    num_programs = min(ceil_div(tensor.numel(), block), MAX_PROGRAMS)
     _scale_kernel[(num_programs,)](
         tensor=tensor, factor=factor, size=tensor.numel(), BLOCK=block, num_warps=4
     )
@@ -125,7 +127,7 @@ def column_sums(
     if num_rows == 0 or num_columns == 0:
         return sums
     assert matrix.stride(1) == 1 or num_columns == 1
-    _column_sums_kernel[(triton.cdiv(num_columns, 128),)](
+    _column_sums_kernel[(ceil_div(num_columns, 128),)](
         sums=sums,
         matrix=matrix,
         factors=factors,

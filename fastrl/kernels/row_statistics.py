@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import LogitTransform, VocabularyTile
+from fastrl.kernels.arguments import LogitTransform, VocabularyTile, ceil_div
 from fastrl.kernels.merge import merge_partial_statistics
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -16,7 +16,7 @@ ROWS_TO_FILL_A_DEVICE = 512
 
 def parts_per_row(num_rows: int, num_blocks: int) -> int:
     """Parts that a row of `num_blocks` blocks is split into, each the work of one program."""
-    wanted: int = triton.cdiv(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1))
+    wanted = ceil_div(ROWS_TO_FILL_A_DEVICE, max(num_rows, 1))
     return max(min(wanted, num_blocks), 1)
 
 
@@ -49,7 +49,7 @@ def update_row_statistics(
     assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert statistics.stride(1) == 1 or num_rows == 1
     block = min(4096, max(triton.next_power_of_2(num_columns), 128))
-    num_blocks = triton.cdiv(num_columns, block)
+    num_blocks = ceil_div(num_columns, block)
     num_parts = parts_per_row(num_rows, num_blocks)
     partials = statistics
     if num_parts > 1:
@@ -63,7 +63,7 @@ def update_row_statistics(
         logits_stride=logits.stride(0),
         labels_stride=labels.stride(0),
         num_rows=num_rows,
-        columns_per_part=triton.cdiv(num_blocks, num_parts) * block,
+        columns_per_part=ceil_div(num_blocks, num_parts) * block,
         ENTROPY=entropy,
         IS_PARTIAL=num_parts > 1,
         BLOCK=block,

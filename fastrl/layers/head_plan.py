@@ -106,7 +106,8 @@ def plan_head(
         _check_sums_over_tokens(losses)
     batch = own_tokens(batch, groups)
     labelled = batch.rows_with_labels
-    batch = replace(batch, labelled_rows=labelled)  # found once
+    if batch.labelled_rows is None:
+        batch = replace(batch, labelled_rows=labelled)  # found once
     by_scale: dict[float, dict[str, LanguageModelLoss[Any]]] = {}
     for name, loss in losses.items():
         if "divergence" not in loss.needs:

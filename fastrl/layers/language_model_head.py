@@ -292,7 +292,7 @@ class LanguageModelHead(nn.Module):
             with torch.no_grad():
                 read = self._statistics(plans.labels, operands)
         return HeadOutput(
-            torch.stack([result.loss for result in results]).sum() if results else None,
+            _total([result.loss for result in results]) if results else None,
             {name: value for result in results for name, value in result.metrics.items()},
             None if read is None else self._of_all_tokens(read.logprobs),
             None if read is None or read.entropy is None else self._of_all_tokens(read.entropy),
@@ -353,8 +353,9 @@ class LanguageModelHead(nn.Module):
                 metrics |= _named(name, of_loss)
             else:
                 value = loss(statistics, batch)
+            # New memory also for a weight of 1: metrics hold the value.
             terms.append(loss.config.weight * value)
-        return _PassResult(torch.stack(terms).sum(), metrics, statistics.map(Tensor.detach))
+        return _PassResult(_total(terms), metrics, statistics.map(Tensor.detach))
 
     def _run_single_pass(
         self, plan: HeadPlan, chunk_ends: list[int], operands: HeadOperands
@@ -362,12 +363,13 @@ class LanguageModelHead(nn.Module):
         losses, compact = plan.losses, plan.batch.select(plan.gradient_rows.index)
 
         def chunk_loss(statistics: TokenStatistics, start: int, stop: int) -> Tensor:
-            chunk = compact.select(slice(start, stop))
-            terms = [
-                loss.config.weight * loss(statistics, of_stream(chunk, loss.config.stream))
-                for loss in losses.values()
-            ]
-            return torch.stack(terms).sum()
+            is_all = stop - start == compact.num_tokens
+            chunk = compact if is_all else compact.select(slice(start, stop))
+            terms: list[Tensor] = []
+            for loss in losses.values():
+                value = loss(statistics, of_stream(chunk, loss.config.stream))
+                terms.append(value if loss.config.weight == 1 else loss.config.weight * value)
+            return _total(terms)
 
         value, statistics = single_pass(
             self._call(plan, operands),
@@ -477,6 +479,11 @@ def _facts(operands: HeadOperands) -> OperandFacts:
     empty = (operands.hidden_states[:0], operands.weight[:0])
     itemsize = chunk_itemsize(*(as_operand(tensor, dtype) for tensor in empty))
     return OperandFacts(dtype, itemsize, operands.low_rank_weight is not None)
+
+
+def _total(losses: list[Tensor]) -> Tensor:
+    """The sum of scalars; a single one is itself."""
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def _named(name: str, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

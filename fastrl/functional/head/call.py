@@ -190,7 +190,7 @@ def as_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scatter_rows(values: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
-    """[T, ...] with `values` [R, ...] at `rows` and 0 elsewhere."""
-    if values.shape[0] == num_tokens:
+    """[..., T] with `values` [..., R] at `rows` and 0 elsewhere."""
+    if values.shape[-1] == num_tokens:
         return values
-    return values.new_zeros(num_tokens, *values.shape[1:]).index_copy_(0, rows, values)
+    return values.new_zeros(*values.shape[:-1], num_tokens).index_copy_(-1, rows, values)

@@ -165,7 +165,8 @@ def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_
             f" {labels.dtype} {list(labels.shape)}; labels are shifted before packing."
         )
     _check_device("labels", labels, "hidden_states", hidden_states)
-    valid = ((labels >= 0) & (labels < vocab_size)) | (labels == -100)
+    # Inside of the vocabulary, or -100: one of the two.
+    valid = (labels.clamp(0, vocab_size - 1) == labels) ^ (labels == -100)
     message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
 
     def found() -> str:

@@ -137,7 +137,7 @@ class _FullRows(torch.autograd.Function):
             outputs[:, chunk] = function(_logit_rows(products, call, rows))
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.save_for_backward(hidden_states, weight, bias, low_rank_weight)
-        return scatter_rows(outputs.t(), call.rows, call.num_tokens).t()
+        return scatter_rows(outputs, call.rows, call.num_tokens)
 
     @staticmethod
     @first_order

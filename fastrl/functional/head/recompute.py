@@ -5,6 +5,7 @@ The forward saves nothing of vocabulary size, and the loss may be any function o
 
 from __future__ import annotations
 
+from functools import reduce
 from operator import itemgetter
 from typing import Any
 
@@ -194,32 +195,31 @@ def recompute_backward(
     itemsize = gradient_itemsize(hidden, call.slab(0, min(num_columns, 1)))
     tiling = recompute_tiling(num_rows, num_columns, itemsize, *call.options.bounds)
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
-    gradients_of = WeightGradients(call, hidden, (needs[1], needs[3]))
-    grad_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    row_spans = spans(num_rows, tiling.num_rows)
+    grad_bias = torch.zeros_like(bias) if needs[2] and bias is not None else None
+    parts = [slice(*span) for span in spans(num_rows, tiling.num_rows)]
+    hidden_parts = [hidden[part] for part in parts]
+    gradients_of = WeightGradients(call, hidden_parts, (needs[1], needs[3]))
+    # What all slabs take of a chunk of rows.
+    chunks = [
+        (statistics.map(itemgetter(part)), gradients.rows(part), transform.rows(part))
+        for part in parts
+    ]
     for first, last in spans(num_columns, tiling.num_columns):
         slab, tile = call.slab(first, last), call.tile(first, last)
-        gradients_of.begin(first, last, len(row_spans))
-        slab_bias_grad = torch.zeros(last - first, dtype=dtype, device=hidden.device)
-        for start, stop in row_spans:
-            chunk = slice(start, stop)
+        gradients_of.begin(first, last)
+        bias_sums: list[Tensor] = []
+        for number, part in enumerate(parts):
             grad_logits = tile_gradient(
-                hidden[chunk],
-                slab,
-                labels[chunk],
-                statistics.map(itemgetter(chunk)),
-                gradients.rows(chunk),
-                transform.rows(chunk),
-                tile,
+                hidden_parts[number], slab, labels[part], *chunks[number], tile
             )
             if grad_hidden is not None:
-                add_matmul_(grad_hidden[chunk], grad_logits, slab)
-            gradients_of.add(grad_logits, chunk)
+                add_matmul_(grad_hidden[part], grad_logits, slab)
+            gradients_of.add(grad_logits, number)
             if grad_bias is not None:
-                slab_bias_grad += ScaledRows(grad_logits, None).column_sums()
+                bias_sums.append(ScaledRows(grad_logits, None).column_sums())
             del grad_logits  # before the next tile is allocated
         gradients_of.end()
-        if grad_bias is not None:
-            grad_bias[first:last] = slab_bias_grad
+        if grad_bias is not None and bias_sums:
+            grad_bias[first:last] = reduce(torch.add, bias_sums)
     grad_weight, grad_low_rank = gradients_of.results
     return grad_hidden, grad_weight, grad_bias, grad_low_rank

@@ -7,6 +7,7 @@ normalisers are in the batch; document-level losses when chunks hold whole docum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class _SinglePassLoss(torch.autograd.Function):
         statistics = run.all_statistics()
         outputs = (statistics.logprobs, statistics.entropy, statistics.logsumexp)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
-        return run.loss, *outputs
+        return run.loss(), *outputs
 
     @staticmethod
     @first_order
@@ -121,7 +122,7 @@ class _SinglePass:
         self.call, self.rows = call, gradient_rows
         self.hidden = gather_hidden(call.hidden_states, call.groups)
         weight_dtype = call.gradient_dtypes[1]
-        self.loss = torch.zeros((), dtype=call.dtype, device=weight.device)
+        self.losses: list[Tensor] = []
         self.parts: list[TokenStatistics] = []
         self.grad_hidden = HiddenGradient(call) if needs[0] else None
         self.grad_weight: Tensor | None = None
@@ -165,7 +166,7 @@ class _SinglePass:
         statistics = finish_statistics(running, call.options.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
-        self.loss += value
+        self.losses.append(value)
         grad_logits = logits.gradient(statistics, gradients)
         if self.grad_hidden is not None:
             self.grad_hidden.write(rows, grad_logits.times(call.weight), grad_logits.factors)
@@ -178,31 +179,41 @@ class _SinglePass:
         if self.grad_bias is not None:
             self.grad_bias += grad_logits.column_sums()
 
+    def loss(self) -> Tensor:
+        """The sum over the chunks."""
+        if not self.losses:
+            return torch.zeros((), dtype=self.call.dtype, device=self.call.weight.device)
+        return reduce(torch.add, self.losses).to(self.call.dtype)
+
     def all_statistics(self) -> TokenStatistics:
         """Statistics [T] of all the call's rows; those without gradient are computed here."""
-        call = self.call
-        empty = new_running_statistics(0, call.dtype, self.hidden.device)
-        parts = self.parts or [finish_statistics(empty, call.options.entropy)]
-        whole = TokenStatistics(
-            torch.cat([part.logprobs for part in parts]),
-            torch.cat([part.entropy for part in parts if part.entropy is not None])
-            if call.options.entropy
-            else None,
-            torch.cat([part.logsumexp for part in parts]),
-        ).map(lambda value: scatter_rows(value, self.rows, call.num_tokens))
-        num_others = call.rows.shape[0] - self.rows.shape[0]
+        call, has_entropy = self.call, self.call.options.entropy
+        parts = self.parts
+        if not parts:
+            empty = new_running_statistics(0, call.dtype, self.hidden.device)
+            parts = [finish_statistics(empty, has_entropy)]
+        # [K, T]: a launch for all vectors.
+        found = [torch.stack(part.vectors()) for part in parts]
+        of_rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        whole = scatter_rows(of_rows, self.rows, call.num_tokens)
+        others = self._rows_without_gradient()
+        if others is not None:
+            statistics = forward_statistics(call, self.hidden[others], others)
+            whole.index_copy_(1, others, torch.stack(statistics.vectors()))
+        logprobs, *entropy, logsumexp = whole.unbind()
+        return TokenStatistics(logprobs, entropy[0] if has_entropy else None, logsumexp)
+
+    def _rows_without_gradient(self) -> Tensor | None:
+        """The call's other rows; None where there are none."""
+        num_others = self.call.rows.shape[0] - self.rows.shape[0]
         if num_others == 0:
-            return whole
-        is_other = torch.zeros_like(call.labels, dtype=torch.bool)
+            return None
+        is_other = torch.zeros_like(self.call.labels, dtype=torch.bool)
         # Not by assignment, which copies the value from the host and synchronises.
-        is_other.index_fill_(0, call.rows, True)
+        is_other.index_fill_(0, self.call.rows, True)
         is_other.index_fill_(0, self.rows, False)
         # The count is known on the host; `nonzero` would synchronise.
-        others = torch.nonzero_static(is_other, size=num_others)[:, 0]
-        statistics = forward_statistics(call, self.hidden[others], others)
-        for value, other in zip(whole.vectors(), statistics.vectors(), strict=True):
-            value.index_copy_(0, others, other)
-        return whole
+        return torch.nonzero_static(is_other, size=num_others)[:, 0]
 
 
 def _loss_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +18,13 @@ class _Part:
     """A weight's gradient, and the sum of the slab that is being formed.
 
     Attributes:
-        hidden: [R, K] hidden states that it multiplies.
+        hidden: [R, K] hidden states of each chunk of rows that it multiplies.
         grad: [V, K] result, or buffer that it is added to.
         is_added: whether `grad` is such a buffer.
         total: [S, K] of the slab, in the dtype of sums; None where one product gives it rounded.
     """
 
-    hidden: Tensor
+    hidden: list[Tensor]
     grad: Tensor
     is_added: bool
     total: Tensor | None = None
@@ -39,8 +40,14 @@ class WeightGradients:
         results: of the weight and of the low-rank part; None where not needed, or added already.
     """
 
-    def __init__(self, call: HeadCall, hidden: Tensor, needs: tuple[bool, bool]) -> None:
+    def __init__(
+        self,
+        call: HeadCall,
+        hidden: Sequence[Tensor],  # [R, D + r] of each chunk of rows
+        needs: tuple[bool, bool],
+    ) -> None:
         self._dtype = call.dtype
+        self._is_summed = len(hidden) != 1
         self.results: list[Tensor | None] = [None, None]
         self._parts: list[_Part] = []  # that need one
         for number, part in enumerate(call.parts):
@@ -52,20 +59,21 @@ class WeightGradients:
                 grad = self.results[number] = torch.empty(
                     part.weight.shape, dtype=part.gradient_dtype, device=part.weight.device
                 )
-            self._parts.append(_Part(hidden[:, part.columns], grad, buffer is not None))
+            chunks = [chunk[:, part.columns] for chunk in hidden]
+            self._parts.append(_Part(chunks, grad, buffer is not None))
         self._slab = slice(0, 0)
 
-    def begin(self, first: int, last: int, num_chunks: int) -> None:
+    def begin(self, first: int, last: int) -> None:
         """Starts the rows [first, last) of the weights."""
         self._slab = slice(first, last)
         for part in self._parts:
             slab = part.grad[self._slab]
             if part.is_added and slab.dtype == self._dtype:
                 part.total = slab
-            elif part.is_added or num_chunks != 1:
+            elif part.is_added or self._is_summed:
                 part.total = torch.zeros_like(slab, dtype=self._dtype)
 
-    def add(self, grad_logits: Tensor, chunk: slice) -> None:
+    def add(self, grad_logits: Tensor, chunk: int) -> None:
         """Adds the products of a chunk of rows."""
         for part in self._parts:
             if part.total is None:
