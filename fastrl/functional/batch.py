@@ -306,12 +306,13 @@ class BatchKwargs:
         It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too, and
         `whole_documents` still describes the shard, not the selection.
         """
-        vectors = {name: getattr(self, name) for name in _DTYPES}
-        gathered: dict[str, Any] = {
-            name: value[index]
-            for name, value in vectors.items()
+        values = {name: getattr(self, name) for name in _DTYPES}
+        vectors = {
+            name: value
+            for name, value in values.items()
             if isinstance(value, Tensor) and value.ndim == 1
         }
+        gathered: dict[str, Any] = _gathered(vectors, index)
         gathered |= {name: entries[index] for name, entries in self.entries.items()}
         gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
         dropped = (*_ROW_SETS, "visible_until")
@@ -320,8 +321,8 @@ class BatchKwargs:
     @property
     def row_sets(self) -> dict[str, RowSet]:
         """The row sets that are not None, by the name of their field."""
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {name: value for name, value in values if isinstance(value, RowSet)}
+        values = ((name, getattr(self, name)) for name in _ROW_SETS)
+        return {name: value for name, value in values if value is not None}
 
     def span(self, start: int, stop: int) -> BatchKwargs:
         """The batch of the slots [start, stop), with their row sets."""
@@ -344,6 +345,20 @@ class BatchKwargs:
             elif isinstance(value, KeptTokens):
                 changes[each.name] = value.map(function)
         return replace(self, **changes)
+
+
+def _gathered(
+    vectors: Mapping[str, Tensor],  # [T] each
+    index: Tensor | slice,  # [R]
+) -> dict[str, Tensor]:  # [R] each
+    """Elements of vectors: of all of a dtype in one launch."""
+    if isinstance(index, slice):
+        return {name: vector[index] for name, vector in vectors.items()}
+    gathered: dict[str, Tensor] = {}
+    for dtype in {vector.dtype: None for vector in vectors.values()}:
+        same = {name: vector for name, vector in vectors.items() if vector.dtype == dtype}
+        gathered |= zip(same, torch.stack(list(same.values()))[:, index], strict=True)
+    return gathered
 
 
 ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "teacher_logprobs")}

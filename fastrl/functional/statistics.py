@@ -36,12 +36,15 @@ class TokenStatistics:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The statistics with `function` applied to each vector."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        values = ((name, getattr(self, name)) for name in _NAMES)
         return replace(
             self, **{name: function(value) for name, value in values if value is not None}
         )
 
     def vectors(self) -> list[Tensor]:
         """The vectors that are not None, in the order of the fields."""
-        values = (getattr(self, field.name) for field in fields(self))
+        values = (getattr(self, name) for name in _NAMES)
         return [value for value in values if value is not None]
+
+
+_NAMES = tuple(field.name for field in fields(TokenStatistics))

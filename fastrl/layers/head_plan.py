@@ -167,10 +167,10 @@ def _distillation_plan(
 
 def _rows_of_all(batch: BatchKwargs, sets: Sequence[RowSet]) -> RowSet:
     """Rows that hold all the sets: the largest of the batch's own, which are nested; else all."""
+    if len(sets) == 1:
+        return sets[0]
     own = {id(rows) for rows in batch.row_sets.values()}
-    if len(sets) > 1 and not all(id(rows) in own for rows in sets):
-        return batch.rows_with_labels
-    return max(sets, key=len)
+    return max(sets, key=len) if all(id(rows) in own for rows in sets) else batch.rows_with_labels
 
 
 def weight_rows(config: LanguageModelHeadConfig) -> int:

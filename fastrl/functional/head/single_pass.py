@@ -83,6 +83,7 @@ class _SinglePassLoss(torch.autograd.Function):
         ctx.gradients = run.gradients()
         statistics = run.all_statistics()
         outputs = (statistics.logprobs, statistics.entropy, statistics.logsumexp)
+        ctx.set_materialize_grads(False)  # those of the statistics
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
         return run.loss(), *outputs
 
