@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, lm_head, replay, sampler, table
+from benchmarks import checkpoint, host_time, lm_head, replay, sampler, table
 from benchmarks.cases import SHAPES, make_case
 
 KEYS = {
@@ -144,3 +144,18 @@ def test_a_section_appears_with_its_file(
     lines = table.with_tables(empty).splitlines()
     assert lines[1].startswith("## ")
     assert line in lines
+
+
+def test_the_host_times_of_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "host.json"
+    arguments = ["host_time", "--shape", "tiny", "--repeats", "1", "--warmup", "0"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--json", str(file)])
+    host_time.main()
+    rows = json.loads(file.read_text())
+    assert [(row["strategy"], row["metrics"]) for row in rows] == [
+        ("single_pass", False),
+        ("single_pass", True),
+        ("recompute", False),
+        ("recompute", True),
+    ]
+    assert all(row["time_ms"] > row["backward_ms"] > 0 for row in rows)

@@ -476,8 +476,11 @@ def _needs_gradient(operands: HeadOperands) -> bool:
 def _facts(operands: HeadOperands) -> OperandFacts:
     """What the strategy depends on: layouts, not the tensors' rows."""
     dtype = operands.operand_dtype
-    empty = (operands.hidden_states[:0], operands.weight[:0])
-    itemsize = chunk_itemsize(*(as_operand(tensor, dtype) for tensor in empty))
+    hidden, weight = (
+        tensor if tensor.dtype == dtype else as_operand(tensor[:0], dtype)
+        for tensor in (operands.hidden_states, operands.weight)
+    )
+    itemsize = chunk_itemsize(hidden, weight)
     return OperandFacts(dtype, itemsize, operands.low_rank_weight is not None)
 
 
