@@ -221,7 +221,8 @@ def _loss_gradients(
     statistics: TokenStatistics, loss: ChunkLoss, start: int, stop: int
 ) -> tuple[Tensor, RowGradients]:
     """The chunk's loss and its gradient with respect to the statistics."""
-    with torch.enable_grad():
+    # In this thread: waking that of the device takes longer than these few operations.
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         leaves = statistics.map(lambda value: value.detach().requires_grad_())
         value = loss(leaves, start, stop)
         grads = torch.autograd.grad(value, leaves.vectors(), allow_unused=True)

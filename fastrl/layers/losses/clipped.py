@@ -29,12 +29,13 @@ class GRPOLoss(LanguageModelPolicyGradientLoss[ClippedLossConfig]):
 
     def surrogate(self, terms: PolicyTerms) -> Tensor:
         config, ratio, advantages = self.config, terms.ratio, terms.advantages
-        clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
-        if config.delta is not None:
-            bounded = ratio.clamp(max=config.delta)
-            ratio = torch.where(advantages < 0, bounded, ratio)
-            clipped = torch.where(advantages < 0, clipped.clamp(max=config.delta), clipped)
-        return -torch.minimum(ratio * advantages, clipped * advantages)
+        # The minimum, written as the ratio or the bound that holds it: a backward of 3 operations
+        # where those of a minimum and a clamp are 15.
+        with torch.no_grad():
+            below = ratio.clamp(1 - config.epsilon_low, config.delta)
+            held = torch.where(advantages < 0, below, ratio.clamp(max=1 + config.epsilon_high))
+            is_free = held == ratio
+        return -advantages * torch.where(is_free, ratio, held)
 
     def is_clipped(self, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
         """Below the bound with A < 0; above it with A > 0, above `delta` with A < 0."""
