@@ -6,7 +6,6 @@ GPU. A budget is raised only with its reason in the commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,7 @@ class Counts:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     counted = Launches()
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, counted)
