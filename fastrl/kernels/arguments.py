@@ -10,6 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+# Columns of a part of the vocabulary: a leaf of the merge tree, a tile of a fused product.
+PART_COLUMNS = 256
+# Parts that are merged at a time, a power of two.
+MOST_PARTS = 512
+
 
 def ceil_div(number: int, divisor: int) -> int:
     """The quotient rounded up, of host numbers: Triton's own wraps constants, 20 times as slow."""
