@@ -257,6 +257,12 @@ class HeadOptions(Config):
     (clipped, filtered) and leaves them out, for which it waits for the device once. Tokens known to
     be inactive beforehand (no label, zero advantage) are left out anyway."""
 
+    deterministic: bool = False
+    """Whether the log-probability, entropy and log-sum-exp of a token are, to the bit, a function
+    of its hidden state, the weight, its label and its temperature alone: whatever the batch, its
+    packing and order, micro-batches, strategy and ranks. Vocabulary-parallel ranks then hold whole
+    blocks of 256 rows (`padded_vocab_size`)."""
+
     chunk_size: int | None = Field(default=None, gt=0)
     """Most rows of logits that may exist at a time; bounded by `max_logits_bytes` alone by
     default."""
@@ -292,7 +298,13 @@ class HeadOptions(Config):
         Raises:
             ValueError: naming the loss and the option.
         """
+        if self.deterministic and self.keep is not None:
+            raise ValueError(
+                "`deterministic` must not be given with `keep`: sums over a keep-set depend on the"
+                " other rows of the batch; leave out one of the two"
+            )
         for name, loss in losses.items():
+            self._check_deterministic(name, loss)
             is_smooth = isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
             if self.keep is not None and is_smooth:
                 raise ValueError(
@@ -300,6 +312,15 @@ class HeadOptions(Config):
                     " spreads the target over the whole vocabulary, where the keep-set has"
                     " probability 0"
                 )
+
+    def _check_deterministic(self, name: str, loss: AnyLossConfig) -> None:
+        is_smooth = isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
+        if self.deterministic and (is_smooth or isinstance(loss, DistillationLossConfig)):
+            raise ValueError(
+                f"`deterministic` must not be given with the loss `{name}`, whose distillation or"
+                " `label_smoothing` takes sums over the vocabulary that depend on the other rows"
+                " of the batch; leave out one of the two"
+            )
 
 
 class LanguageModelHeadConfig(HeadOptions):

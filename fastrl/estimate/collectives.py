@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastrl.config.model import LlamaConfig
 from fastrl.config.training import ParallelConfig
 from fastrl.estimate.sizes import Shapes, Weights
+from fastrl.functional.head.merge_tree import MergeTree
 
 # Bytes of the running statistics of a row, in fp32.
 _STATISTICS_BYTES = 16
@@ -139,7 +140,12 @@ def _head_collectives(
             num_bytes = vocabulary * model.hidden_size * wide
             yield Collective("tensor", "all_reduce", "head: dW", size, num_bytes, 1)
         return
-    statistics = size * rows * _STATISTICS_BYTES * wide // 4
+    of_row = _STATISTICS_BYTES
+    if model.head.deterministic:
+        vocabulary = model.padded_vocab_size or model.vocab_size
+        assert vocabulary is not None
+        of_row = 12 * MergeTree(vocabulary, size).num_roots + 4
+    statistics = size * rows * of_row * wide // 4
     yield Collective("tensor", "all_gather", "head: row statistics", size, statistics, 1)
     if parallel.sequence_parallel:
         gathered = states * shapes.compute

@@ -45,6 +45,7 @@ def linear_logprobs(
     rows: Tensor | None = None,  # [R]
     gradient_rows: Tensor | None = None,  # [G]
     drop_inactive_rows: bool = False,
+    deterministic: bool = False,
     chunk_size: int | None = None,
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
     main_grad: Tensor | None = None,  # [V, D]
@@ -85,6 +86,9 @@ def linear_logprobs(
         gradient_rows: the subset of `rows` that can have a non-zero gradient; default: all.
         drop_inactive_rows: whether the backward skips rows without a gradient (clipped, filtered);
             finding them synchronises.
+        deterministic: whether a token's statistics are, to the bit, a function of its hidden state,
+            the weight, its label and its transform alone, whatever the batch and its layout
+            (docs/determinism.md).
         chunk_size: maximum number of rows of logits in memory at a time.
         max_logits_bytes: maximum number of bytes of logits in memory at a time.
         main_grad: a buffer like this rank's weight, in its dtype or in fp32, to which the backward
@@ -96,12 +100,13 @@ def linear_logprobs(
 
     Raises:
         ValueError: a shape, dtype, device or bound does not fit; a label is outside
-            [0, vocab_size) (on CUDA a device-side assertion, without synchronisation).
+            [0, vocab_size) (on CUDA a device-side assertion, without synchronisation);
+            `deterministic` with `statistics`, a LoRA layer, or shards that cut a block.
         TypeError: a tensor is none, or a DTensor; the module does more than is honoured.
     """
     check_tensor("hidden_states", hidden_states)
     check_tensor("labels", labels)
-    check_names(statistics)
+    check_names(statistics, deterministic)
     shape = labels.shape
     if hidden_states.ndim > 2 and hidden_states.shape[:-1] != shape:
         raise ValueError(
@@ -120,7 +125,12 @@ def linear_logprobs(
         groups=groups,
         rows=rows,
         options=CallOptions(
-            entropy, chunk_size, max_logits_bytes, drop_inactive_rows, "is_argmax" in statistics
+            entropy,
+            chunk_size,
+            max_logits_bytes,
+            drop_inactive_rows,
+            "is_argmax" in statistics,
+            deterministic,
         ),
     )
     result = recompute_logprobs(call, gradient_rows)

@@ -17,8 +17,20 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
-from fastrl.kernels.linear_kernel import EXPONENTIALS, GRADIENT, STATISTICS, linear_kernel
+from fastrl.kernels.arguments import (
+    PART_COLUMNS,
+    LogitTransform,
+    RowGradients,
+    VocabularyTile,
+    ceil_div,
+)
+from fastrl.kernels.linear_kernel import (
+    EXPONENTIALS,
+    GRADIENT,
+    PARTS,
+    STATISTICS,
+    linear_kernel,
+)
 from fastrl.kernels.merge import merge_partial_statistics
 
 
@@ -27,7 +39,7 @@ class Blocks:
     """Tile of the product and depth of a step."""
 
     rows: int = 128
-    columns: int = 256
+    columns: int = PART_COLUMNS
     depth: int = 64
     num_stages: int = 4
     num_warps: int = 8
@@ -84,6 +96,41 @@ def linear_statistics(
             partials=partials,
         )
         merge_partial_statistics(part, partials, entropy=entropy)
+
+
+def linear_parts(
+    label_logits: Tensor,  # [R] fp32
+    hidden_states: Tensor,  # [R, D]
+    weight: Tensor,  # [S, D]
+    labels: Tensor,  # [R]
+    transform: LogitTransform,
+    tile: VocabularyTile,
+    *,
+    entropy: bool,
+) -> Tensor:  # [tiles, 3, R] fp32
+    """References, s and u of each tile of columns: to the bit those of `linear_exponentials`.
+
+    Those of a row are a function of its hidden state, the tile's weight and the row's transform.
+    `label_logits` is written where the label is in the slab; the other arguments are those of
+    `linear_statistics`.
+    """
+    assert BLOCKS.columns == PART_COLUMNS
+    partials = label_logits.new_empty(
+        ceil_div(weight.shape[0], BLOCKS.columns), 3, len(label_logits)
+    )
+    _launch(
+        PARTS.value,
+        hidden_states,
+        weight,
+        labels,
+        None,
+        transform,
+        tile,
+        HAS_ENTROPY=entropy,
+        label_logits=label_logits,
+        partials=partials,
+    )
+    return partials
 
 
 def linear_exponentials(

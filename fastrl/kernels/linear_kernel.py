@@ -1,12 +1,13 @@
-"""One persistent GEMM, h W^T, with three epilogues that keep the logits inside the chip.
+"""One persistent GEMM, h W^T, with four epilogues that keep the logits inside the chip.
 
 The grid has one program per multiprocessor; each iterates over tiles [BLOCK_R, BLOCK_V] of the
 product in an order that reads the weight once and the hidden states from the L2 cache. Operands are
 loaded by TMA, products accumulate in fp32 registers, and an epilogue turns them into
 
 - STATISTICS: m, s, u of the tile's rows (and z[label]): 12 bytes a row and tile written;
-- EXPONENTIALS: the same, and 2^(x - reference) in 16 bits, where reference is a power of two that
-  rows rarely change from tile to tile: 2 bytes an element written;
+- PARTS: the same, with m a reference that is the same for most tiles instead of the maximum;
+- EXPONENTIALS: the same as PARTS to the bit, and 2^(x - reference) in 16 bits, where reference is a
+  power of two that rows rarely change from tile to tile: 2 bytes an element written;
 - GRADIENT: dz from the statistics of whole rows, in 16 bits.
 
 Inside, logits are in units of log 2, so that an exponential is one instruction.
@@ -20,6 +21,7 @@ from fastrl.kernels.transform import LN_2, LOG2_E, LOWEST, as_fp32, fast_tanh_an
 STATISTICS = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
+PARTS = tl.constexpr(3)
 # References are multiples of this: exponentials of a row whose logits stay within 2^-64 .. 2^64
 # (44 nats) share the reference 0, and every element within 2^-62 of the largest keeps full bf16
 # precision.
@@ -160,10 +162,11 @@ def linear_kernel(
                     tl.store(label_logits + rows, picked, mask=row_mask & has_label)
                 is_empty = top == float("-inf")
                 reference = top
-                if EPILOGUE == EXPONENTIALS:
+                if EPILOGUE != STATISTICS:
                     reference = nearest_reference(top)
                 reference = tl.where(is_empty, 0.0, reference)
-                shifted = x - reference[:, None]
+                # Explicitly: PARTS and EXPONENTIALS must not differ in what a compiler fuses.
+                shifted = tl.fma(product, factor, -reference[:, None])
                 if first + BLOCK_V > num_columns:
                     shifted = tl.where(is_valid, shifted, float("-inf"))
                 exponential = tl.exp2(shifted)

@@ -22,8 +22,9 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands, as_operand
 from fastrl.functional.head.checks import check_inputs, check_tensor
 from fastrl.functional.head.distillation import Teacher, teacher_divergence
-from fastrl.functional.head.extra_statistics import extra_statistics
+from fastrl.functional.head.extra_statistics import check_names, extra_statistics
 from fastrl.functional.head.main_grad import with_main_grad
+from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.head.recorded_teacher import recorded_divergence
@@ -155,6 +156,8 @@ class LanguageModelHead(nn.Module):
         """
         # With a replicated weight the tensor axis shards nothing in the head.
         tp = groups.tp if self.config.vocabulary_parallel else None
+        if self.config.deterministic:
+            MergeTree(self.weight_rows, group_size(tp)).check_shards()
         self.groups = ParallelGroups(tp=tp, sp=groups.sp, sdp=groups.sdp, dp=groups.dp)
         self.set_losses(self.config.losses)
 
@@ -281,7 +284,7 @@ class LanguageModelHead(nn.Module):
         if compute_loss and not self.losses:
             raise ValueError("`compute_loss` must not be True without losses; see `set_losses`.")
         losses = self.losses if (self.training if compute_loss is None else compute_loss) else {}
-        self._check_teacher(teacher, losses)
+        self._check_requests(teacher, losses, statistics)
         facts, batch = _facts(operands), with_recorded(self.config.keep, losses, batch)
         plans = plan_head(self.config, self.groups, batch, losses, facts, return_logprobs)
         results = [self._run(plan, operands, teacher) for plan in plans.losses]
@@ -439,7 +442,11 @@ class LanguageModelHead(nn.Module):
             groups=self.groups,
             rows=plan.rows.index,
             options=CallOptions(
-                plan.entropy, config.chunk_size, config.max_logits_bytes, config.drop_inactive_rows
+                plan.entropy,
+                config.chunk_size,
+                config.max_logits_bytes,
+                config.drop_inactive_rows,
+                deterministic=config.deterministic,
             ),
         )
 
@@ -451,10 +458,14 @@ class LanguageModelHead(nn.Module):
         assert self.groups.sp is not None
         return gather_first_dim(values, self.groups.sp)
 
-    def _check_teacher(
-        self, teacher: Teacher | None, losses: Mapping[str, LanguageModelLoss[Any]]
+    def _check_requests(
+        self,
+        teacher: Teacher | None,
+        losses: Mapping[str, LanguageModelLoss[Any]],
+        statistics: Collection[str],
     ) -> None:
-        """Refuses a missing teacher, and one that none of the call's losses uses."""
+        """Refuses a missing teacher, one that none of the losses uses, and unknown statistics."""
+        check_names(statistics, self.config.deterministic)
         names = [
             name
             for name, loss in losses.items()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.matmul import accumulation_dtype
+from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.kernels.arguments import LogitTransform, VocabularyTile
-from fastrl.parallel import ParallelGroups
+from fastrl.parallel import ParallelGroups, group_size
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class CallOptions:
     max_logits_bytes: int
     drop_inactive_rows: bool = False
     is_argmax: bool = False
+    deterministic: bool = False
 
     @property
     def bounds(self) -> tuple[int | None, int]:
@@ -95,6 +97,7 @@ class HeadCall:
         rows: [R] int64, the labelled tokens.
         transform: from products to logits of all T tokens.
         vocab_size: V without padding.
+        weight_rows: rows of the whole weight.
         first_column: vocabulary index of this rank's first weight row.
         groups: `tp` shards the vocabulary, `sp` the tokens.
         options: what is computed, within which bounds.
@@ -111,6 +114,7 @@ class HeadCall:
     rows: Tensor
     transform: LogitTransform
     vocab_size: int
+    weight_rows: int
     first_column: int
     groups: ParallelGroups
     options: CallOptions
@@ -120,6 +124,11 @@ class HeadCall:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The differentiable tensors: hidden states, weight, bias, low-rank weight."""
         return self.hidden_states, self.weight, self.bias, self.low_rank_weight
+
+    @property
+    def tree(self) -> MergeTree:
+        """By which statistics of columns are merged if the call is deterministic."""
+        return MergeTree(self.weight_rows, group_size(self.groups.tp))
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fastrl.functional.head.call import CallOptions, HeadCall, HeadOperands
 from fastrl.functional.head.matmul import accumulation_dtype
+from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.functional.value_checks import require_all
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
@@ -51,6 +52,8 @@ def check_inputs(
         temperature = transform.temperature.to(accumulation_dtype(dtype))
         transform = replace(transform, temperature=temperature.expand(labels.shape))
     _check_options(options)
+    if options.deterministic:
+        _check_deterministic(operands, MergeTree(weight_rows, tp_size))
     return HeadCall(
         hidden_states=hidden_states,
         weight=weight,
@@ -62,6 +65,7 @@ def check_inputs(
         rows=(labels != -100).nonzero()[:, 0] if rows is None else rows,
         transform=transform,
         vocab_size=vocab_size,
+        weight_rows=weight_rows,
         first_column=start,
         groups=groups,
         options=options,
@@ -85,6 +89,15 @@ def _first_row(weight: Tensor, weight_rows: int, tp_rank: int, tp_size: int) -> 
             " `vocab_shard`."
         )
     return start
+
+
+def _check_deterministic(operands: HeadOperands, tree: MergeTree) -> None:
+    if operands.low_rank_weight is not None:
+        raise ValueError(
+            "`deterministic` must be False with a LoRA layer as `weight`, whose product with A"
+            " depends on the other rows of the batch; merge the adapter."
+        )
+    tree.check_shards()
 
 
 def _check_operands(operands: HeadOperands, groups: ParallelGroups) -> None:

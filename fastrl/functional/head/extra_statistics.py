@@ -15,8 +15,8 @@ StatisticName = Literal["mean_logit", "sum_squares", "is_argmax"]
 STATISTIC_NAMES: tuple[StatisticName, ...] = ("mean_logit", "sum_squares", "is_argmax")
 
 
-def check_names(names: Collection[str]) -> None:
-    """Refuses what is no collection of the statistics' names."""
+def check_names(names: Collection[str], deterministic: bool = False) -> None:
+    """Refuses what is no collection of the statistics' names, and any beside `deterministic`."""
     if isinstance(names, str):
         raise ValueError(
             f"`statistics` must be a collection of names, got {names!r}; give {[names]}."
@@ -24,6 +24,11 @@ def check_names(names: Collection[str]) -> None:
     unknown = sorted(set(names) - set(STATISTIC_NAMES))
     if unknown:
         raise ValueError(f"`statistics` must be among {list(STATISTIC_NAMES)}, got {unknown}.")
+    if deterministic and names:
+        raise ValueError(
+            f"`statistics` must not be given with `deterministic`, got {list(names)}: their sums"
+            " depend on the other rows of the batch; leave out one of the two."
+        )
 
 
 def extra_statistics(

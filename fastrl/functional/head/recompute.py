@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
+from fastrl.functional.head.deterministic import deterministic_statistics
 from fastrl.functional.head.main_grad import deliver_weight_gradient
 from fastrl.functional.head.matmul import add_matmul_
 from fastrl.functional.head.running import (
@@ -74,6 +75,8 @@ def _running_statistics(
     hidden: Tensor,  # [R, D] of the rows
     rows: Tensor,  # [R]
 ) -> Tensor:  # [4, R] over the whole vocabulary
+    if call.options.deterministic:
+        return deterministic_statistics(call, hidden, rows)
     labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], call.weight.shape[0]
     statistics = new_running_statistics(num_rows, call.dtype, hidden.device)

@@ -56,6 +56,22 @@ def merge_over_vocabulary(
     return merge_running_statistics(parts.view(group_size(groups.tp), *statistics.shape))
 
 
+def merge_roots_over_vocabulary(
+    roots: Tensor,  # [num_roots, 3, R]
+    label_logits: Tensor,  # [R], -inf where another rank has the label
+    call: HeadCall,
+) -> Tensor:  # [4, R]
+    """Running statistics of the whole vocabulary by `call.tree`: one all-gather over `tp`."""
+    group, num_rows = call.groups.tp, len(label_logits)
+    if group is not None:
+        sent = torch.cat([roots.flatten(0, 1), label_logits[None]])
+        parts = gather_first_dim(sent, group).view(group_size(group), -1, num_rows)
+        roots = parts[:, :-1].reshape(-1, 3, num_rows).contiguous()
+        label_logits = parts[:, -1].amax(0)
+    whole = call.tree.whole(roots, call.options.entropy)
+    return torch.cat([whole, label_logits[None]])
+
+
 def rows_with_gradient(
     call: HeadCall,
     rows: Tensor,  # [R]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.functional.head import torch_rows
 from fastrl.functional.head.matmul import accumulation_dtype, matmul
+from fastrl.functional.head.parts import tile_parts
 from fastrl.functional.head.running import LABEL, new_running_statistics
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.statistics import TokenStatistics
@@ -75,7 +76,8 @@ class LogitsChunk:
     """A chunk of rows of the whole (local) vocabulary, from its statistics to its gradient.
 
     Attributes:
-        running: [4, R] running statistics of the chunk's logits.
+        running: [4, R] running statistics of the chunk; if `deterministic`, the labels' logits.
+        parts: those of `tile_parts` if `deterministic`.
     """
 
     def __init__(
@@ -87,17 +89,19 @@ class LogitsChunk:
         tile: VocabularyTile,
         *,
         entropy: bool,
+        deterministic: bool = False,
     ) -> None:
         self._hidden, self._weight, self._labels = hidden, weight, labels
         self._transform, self._tile = transform, tile
         dtype = accumulation_dtype(hidden.dtype)
         self.running = new_running_statistics(hidden.shape[0], dtype, hidden.device)
         self._references: Tensor | None = None
+        self.parts: Tensor | None = None
         if _keeps_exponentials(hidden, weight):
             from fastrl.kernels.linear import linear_exponentials
 
             self._logits = _new_operand(hidden, weight.shape[0], torch.bfloat16)
-            self._references = linear_exponentials(
+            self.parts = self._references = linear_exponentials(
                 self.running,
                 self._logits,
                 hidden,
@@ -107,6 +111,10 @@ class LogitsChunk:
                 tile,
                 entropy=entropy,
             )
+        elif deterministic:
+            self._logits = matmul(hidden, weight.t())
+            operands = (hidden, weight, labels, transform, tile)
+            self.parts = tile_parts(self.running[LABEL], *operands, entropy=entropy)
         else:
             self._logits = matmul(hidden, weight.t())
             update_row_statistics(

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED, finite_or_zero
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+from fastrl.kernels.arguments import (
+    PART_COLUMNS,
+    LogitTransform,
+    RowGradients,
+    VocabularyTile,
+)
 
 
 def update_row_statistics(
@@ -41,6 +46,49 @@ def update_row_statistics(
     column, inside = label_columns(labels, tile)
     picked = z.gather(1, column[:, None])[:, 0]
     statistics[LABEL] = torch.where(inside, picked, statistics[LABEL])
+
+
+def row_parts(
+    label_logits: Tensor,  # [R]
+    logits: Tensor,  # [R, S] raw products of this tile
+    labels: Tensor,  # [R] of the whole vocabulary
+    transform: LogitTransform,
+    tile: VocabularyTile,
+    *,
+    entropy: bool,
+) -> Tensor:  # [parts, 3, R]
+    """m, s and u of each `PART_COLUMNS` columns, by sums whose order is written out.
+
+    `label_logits` is written where the label is in the tile.
+    """
+    num_rows, num_parts = len(logits), -(-logits.shape[1] // PART_COLUMNS)
+    if tile.num_columns == 0:
+        parts = logits.new_zeros(num_parts, 3, num_rows)
+        parts[:, 0] = -torch.inf
+        return parts
+    z, _ = transformed(logits, transform, tile)
+    column, inside = label_columns(labels, tile)
+    picked = z.gather(1, column[:, None])[:, 0]
+    label_logits.copy_(torch.where(inside, picked, label_logits))
+    missing = num_parts * PART_COLUMNS - z.shape[1]
+    z = torch.nn.functional.pad(z, (0, missing), value=-torch.inf)
+    z = z.view(num_rows, num_parts, PART_COLUMNS)
+    maximum = z.amax(2)
+    shifted = z - finite_or_zero(maximum)[:, :, None]
+    exp = shifted.exp()
+    sum_exp = _sum_by_halves(exp)
+    sum_shifted = torch.zeros_like(sum_exp)
+    if entropy:
+        sum_shifted = _sum_by_halves(torch.where(exp > 0, shifted * exp, 0))
+    return torch.stack([maximum, sum_exp, sum_shifted]).permute(2, 0, 1).contiguous()
+
+
+def _sum_by_halves(values: Tensor) -> Tensor:  # [..., 2^n] -> [...]
+    """Sums over the last dimension: additions of tensors alone, the same for every row."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
 
 
 def row_gradient(
