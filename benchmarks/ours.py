@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ def gspo(case: Case) -> Callable[[Tensor], Tensor]:
     return of_logprobs
 
 
-def make_head(case: Case, strategy: str, loss: dict[str, Any], metrics: bool) -> LanguageModelHead:
+def make_head(
+    case: Case, strategy: str, loss: dict[str, Any], metrics: bool, deterministic: bool = False
+) -> LanguageModelHead:
     """A head over the case's weight, without a copy."""
     shape = case.shape
     config = LanguageModelHeadConfig.model_validate(
@@ -46,6 +49,7 @@ def make_head(case: Case, strategy: str, loss: dict[str, Any], metrics: bool) ->
             "losses": {"policy": loss},
             "strategy": strategy,
             "metrics": metrics,
+            "deterministic": deterministic,
         }
     )
     head = LanguageModelHead(config, device="meta", dtype=shape.dtype)
@@ -54,12 +58,12 @@ def make_head(case: Case, strategy: str, loss: dict[str, Any], metrics: bool) ->
 
 
 def training(
-    strategy: str, config: dict[str, Any], metrics: bool = False
+    strategy: str, config: dict[str, Any], metrics: bool = False, deterministic: bool = False
 ) -> Callable[[Case], Loss]:
     """Loss and gradients."""
 
     def build(case: Case) -> Loss:
-        head = make_head(case, strategy, config, metrics)
+        head = make_head(case, strategy, config, metrics, deterministic)
 
         def run(hidden: Tensor, weight: Tensor) -> Tensor:
             # The weight is handed in like a peer's: as it is in autograd's graph.
@@ -72,9 +76,9 @@ def training(
     return build
 
 
-def evaluation(case: Case) -> Callable[[], Tensor]:
+def evaluation(case: Case, deterministic: bool = False) -> Callable[[], Tensor]:
     """Log-probabilities and entropy, as for an old or a reference policy."""
-    head = make_head(case, "auto", GRPO, False).eval()
+    head = make_head(case, "auto", GRPO, False, deterministic).eval()
     hidden = case.hidden_states.detach()
 
     @torch.no_grad()
@@ -90,6 +94,20 @@ OURS = (
     Implementation("fastrl", "recompute", training("recompute", GRPO), None, True),
     Implementation(
         "fastrl, metrics", "single_pass", training("single_pass", GRPO, True), None, True
+    ),
+    Implementation(
+        "fastrl, deterministic",
+        "single_pass",
+        training("single_pass", GRPO, deterministic=True),
+        partial(evaluation, deterministic=True),
+        True,
+    ),
+    Implementation(
+        "fastrl, deterministic",
+        "recompute",
+        training("recompute", GRPO, deterministic=True),
+        None,
+        True,
     ),
     Implementation("fastrl GSPO", "recompute", training("recompute", GSPO), None, True),
     Implementation("fastrl GSPO", "single_pass", training("single_pass", GSPO), None, True),
