@@ -119,7 +119,10 @@ def test_all_tests_are_run_by_one_command() -> None:
 
 
 # Their examples are whole programs; those of other pages go on from what the text says.
-PROGRAMS = ["README.md", "docs/config.md", "docs/data.md", "docs/heads.md"]
+PROGRAMS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("config", "data", "determinism", "heads")),
+]
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
