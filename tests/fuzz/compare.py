@@ -110,6 +110,9 @@ def _bound(case: FuzzCase, name: str, expected: Answer, precision: Precision) ->
         terms = precision.terms * expected.sizes[name]
         doubt = precision.logits * expected.doubts[name]
         tiny = precision.smallest * _smallest_terms(case, name)
+        if case.head["strategy"] != "recompute":
+            # Rounded before it is known what the loss is multiplied by.
+            tiny *= max(abs(case.upstream), 1.0)
         return terms + doubt + tiny + 1e-14
     z = _largest_logit(case)
     absolute = precision.logits * (1 + z)

@@ -117,8 +117,8 @@ def _gradient(tensor: Tensor) -> Tensor:
 def _spread(case: FuzzCase, hidden: Tensor, weight: Tensor, of_logits: Tensor) -> dict[str, Tensor]:
     """What so much in the gradient of the logits is in that of each input."""
     return {
-        "hidden_states": of_logits @ weight.detach().abs(),
-        "weight": of_logits.T @ hidden.detach().abs(),
+        "hidden_states": of_logits @ weight.detach().abs().to(of_logits.dtype),
+        "weight": of_logits.T @ hidden.detach().abs().to(of_logits.dtype),
         "bias": of_logits.sum(0),
     }
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.parts import tile_parts
-from fastrl.functional.head.sharding import merge_roots_over_vocabulary
+from fastrl.functional.head.running import LABEL
+from fastrl.functional.head.sharding import merge_over_vocabulary, merge_roots_over_vocabulary
 from fastrl.functional.head.tile_ops import keeps_no_logits
 from fastrl.functional.head.tiling import even_chunk, spans
 from fastrl.kernels.arguments import PART_COLUMNS
@@ -43,11 +44,23 @@ def deterministic_statistics(
             for first, last in spans(num_columns, column_step)
         ]
         leaves = parts[0] if len(parts) == 1 else torch.cat([*parts, nothing])
-        roots[:, :, chunk] = local_roots(call, leaves)
+        roots[:, :, chunk] = _local_roots(call, leaves)
     return merge_roots_over_vocabulary(roots, label_logits, call)
 
 
-def local_roots(
+def over_vocabulary(
+    call: HeadCall,
+    running: Tensor,  # [4, R] of this rank's columns
+    parts: Tensor | None,  # [parts, 3, R] of them; where the call is deterministic
+) -> Tensor:  # [4, R]
+    """Running statistics of the whole vocabulary, by the tree where the call is deterministic."""
+    if not call.options.deterministic:
+        return merge_over_vocabulary(running, call.groups)
+    assert parts is not None
+    return merge_roots_over_vocabulary(_local_roots(call, parts), running[LABEL], call)
+
+
+def _local_roots(
     call: HeadCall,
     parts: Tensor,  # [parts, 3, R] of this rank's columns
 ) -> Tensor:  # [num_roots, 3, R]

@@ -18,12 +18,7 @@ from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.functional.head.running import merge_running_statistics
 from fastrl.functional.head.scaled_rows import scatter_scaled
-from fastrl.parallel import (
-    ParallelGroups,
-    gather_first_dim,
-    group_size,
-    start_reduce_scatter,
-)
+from fastrl.parallel import ParallelGroups, gather_first_dim, group_size, start_reduce_scatter
 
 # Elements of a weight's gradient widened at a time: 64 MiB in fp32.
 _REDUCED_ELEMENTS = 2**24

@@ -15,17 +15,11 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall, scatter_rows
-from fastrl.functional.head.deterministic import local_roots
+from fastrl.functional.head.deterministic import over_vocabulary
 from fastrl.functional.head.recompute import forward_statistics
-from fastrl.functional.head.running import LABEL, finish_statistics, new_running_statistics
+from fastrl.functional.head.running import finish_statistics, new_running_statistics
 from fastrl.functional.head.scaled_rows import scaled
-from fastrl.functional.head.sharding import (
-    HiddenGradient,
-    finish_weight_gradient,
-    gather_hidden,
-    merge_over_vocabulary,
-    merge_roots_over_vocabulary,
-)
+from fastrl.functional.head.sharding import HiddenGradient, finish_weight_gradient, gather_hidden
 from fastrl.functional.head.tile_ops import LogitsChunk
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import RowGradients
@@ -166,7 +160,7 @@ class _SinglePass:
             entropy=call.options.entropy,
             deterministic=call.options.deterministic,
         )
-        running = _over_vocabulary(call, logits)
+        running = over_vocabulary(call, logits.running, logits.parts)
         statistics = finish_statistics(running, call.options.entropy)
         self.parts.append(statistics)
         value, gradients = _loss_gradients(statistics, loss, start, stop)
@@ -218,15 +212,6 @@ class _SinglePass:
         is_other.index_fill_(0, self.rows, False)
         # The count is known on the host; `nonzero` would synchronise.
         return torch.nonzero_static(is_other, size=num_others)[:, 0]
-
-
-def _over_vocabulary(call: HeadCall, logits: LogitsChunk) -> Tensor:  # [4, R]
-    """Running statistics of the chunk's rows over the whole vocabulary."""
-    if not call.options.deterministic:
-        return merge_over_vocabulary(logits.running, call.groups)
-    assert logits.parts is not None
-    roots = local_roots(call, logits.parts)
-    return merge_roots_over_vocabulary(roots, logits.running[LABEL], call)
 
 
 def _loss_gradients(
