@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page to put the table into")
     parser.add_argument("--only", default="", metavar="WORDS", help="kinds with these words alone")
     parser.add_argument(
-        "--processes", type=int, default=2, metavar="N", help="injections at a time"
+        "--processes", type=int, default=4, metavar="N", help="injections at a time; many wait"
     )
     arguments = parser.parse_args()
     begin = time.monotonic()
