@@ -123,6 +123,15 @@ def wide(values: Tensor) -> Tensor:
     return values.to(wide_dtype(values.device))
 
 
+def deviations(
+    values: Tensor,  # float64
+    mean: Tensor,  # []
+) -> Tensor:
+    """values - mean, and 0 where that is the rounding of the mean: of values that are all equal."""
+    differences = values - mean
+    return torch.where(differences.abs() <= 1e-12 * mean.abs(), 0, differences)
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it: sums then do not depend on the split."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -228,10 +228,18 @@ def largest_covariances(
     advantages = {t: of_all[t].item() for t in slots}
     mean_logprob = math.fsum(logprobs.values()) / max(len(slots), 1)
     mean_advantage = math.fsum(advantages.values()) / max(len(slots), 1)
-    values = {t: (logprobs[t] - mean_logprob) * (advantages[t] - mean_advantage) for t in slots}
+    values = {
+        t: deviation(logprobs[t], mean_logprob) * deviation(advantages[t], mean_advantage)
+        for t in slots
+    }
     eligible = sorted((t for t in slots if is_eligible(t, values[t])), key=lambda t: -values[t])
     chosen = eligible[: max(math.floor(options["fraction"] * len(slots)), 1)]
     return {t for t in eligible if values[t] >= values[chosen[-1]]}
+
+
+def deviation(value: float, mean: float) -> float:
+    """From the mean; 0 where it is the rounding of the mean of equal values."""
+    return 0.0 if abs(value - mean) <= 1e-12 * abs(mean) else value - mean
 
 
 LOSSES: dict[str, Callable[[Tokens, Options], Tensor]] = {

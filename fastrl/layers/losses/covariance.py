@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fastrl.config.covariance_losses import ClipCovLossConfig, KLCovLossConfig
 from fastrl.functional.batch import BatchKwargs
-from fastrl.functional.metrics import wide
+from fastrl.functional.metrics import deviations, wide
 from fastrl.functional.quantiles import largest
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.losses.base import Scope
@@ -92,7 +92,7 @@ def covariances(
     sums = torch.stack([each.sum() for each in columns])
     sum_over_ranks_(sums, groups)
     means = sums[:2] / sums[2].clamp(min=1)
-    return (columns[0] - means[0]) * (columns[1] - means[1]), sums[2]
+    return deviations(columns[0], means[0]) * deviations(columns[1], means[1]), sums[2]
 
 
 def chosen_of(count: Tensor, fraction: float) -> Tensor:  # []
