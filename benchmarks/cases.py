@@ -39,6 +39,7 @@ class Shape:
 
 LLAMA: dict[str, Any] = {"hidden_size": 4096, "vocab_size": 128256}
 QWEN: dict[str, Any] = {"hidden_size": 2048, "vocab_size": 151936}
+QWEN_SMALL: dict[str, Any] = {"hidden_size": 1024, "vocab_size": 151936}
 GEMMA: dict[str, Any] = {"hidden_size": 2304, "vocab_size": 256000, "softcap": 30.0}
 SHARD: dict[str, Any] = {"hidden_size": 4096, "vocab_size": 32064}
 ALL: dict[str, Any] = {"rows_labelled": None, "rows_active": None}
@@ -66,6 +67,7 @@ SHAPES = {
             rows_labelled=91744,
             rows_active=67440,
         ),
+        Shape("qwen3-0.6b", **QWEN_SMALL),
         Shape("qwen3-1.7b", **QWEN),
         Shape("qwen3-1.7b-all", **QWEN, **ALL),
         Shape("gemma2-2b", **GEMMA),
