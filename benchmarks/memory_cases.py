@@ -153,6 +153,9 @@ STEPS = {
     "0.6B, fp32, recompute": StepCase(llama(QWEN_0_6B, strategy="recompute"), 4096),
     "0.6B, bf16, two micro-batches": StepCase(llama(QWEN_0_6B), 16384, BF16, 2),
     "0.6B, bf16, checkpoints": StepCase(llama(QWEN_0_6B, checkpointing=True), 16384, BF16),
+    "0.6B, bf16, gathered once an update": StepCase(
+        llama(QWEN_0_6B), 16384, BF16.model_copy(update={"reshard_after": "update"}), 2
+    ),
     "0.6B, untied, fp32, two micro-batches": StepCase(llama(UNTIED), 4096, micro_batches=2),
     "0.6B, untied, bf16, checkpoints, pieces": StepCase(
         llama(UNTIED, checkpointing=True), 16384, PIECES
@@ -201,6 +204,7 @@ def meta_llama(case: StepCase, mesh: DeviceMesh | None) -> Llama:
             sequence_parallel=case.parallel.sequence_parallel,
             fully_sharded=case.parallel.fully_sharded,
             compute_dtype=None if compute is None else DTYPES[compute],
+            reshard_after=case.parallel.reshard_after,
         )
     return model
 
@@ -244,7 +248,8 @@ def updates(
     def update() -> None:
         for _ in range(case.micro_batches):
             if len(pieces) > 1:
-                backward_in_pieces(model, pieces, whole)
+                reshards = case.parallel.reshard_after != "update"
+                backward_in_pieces(model, pieces, whole, reshards=reshards)
                 continue
             output = model(whole)
             output.loss.backward()

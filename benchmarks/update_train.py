@@ -34,7 +34,13 @@ def run_config(
 ) -> RunConfig:
     """A run whose every step is an update on all documents: fp32 states, bf16 products."""
     on_gpu = torch.cuda.is_available()
-    parallel = {"fully_sharded": True, "compute_dtype": "bfloat16"} if on_gpu else {}
+    parallel: dict[str, Any] = {}
+    if on_gpu:
+        parallel = {
+            "fully_sharded": True,
+            "compute_dtype": "bfloat16",
+            "reshard_after": "update",
+        }
     sizes = {**model, "max_position_embeddings": 131072, "attention_implementation": attention}
     phase = {
         "type": "rl",

@@ -97,6 +97,9 @@ class CheckpointConfig(Config):
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
 
 
+ReshardAfter = Literal["forward", "backward", "update"]
+
+
 class ParallelConfig(Config):
     """Sizes of the axes that a run is spread over; they multiply to the number of processes."""
 
@@ -128,6 +131,12 @@ class ParallelConfig(Config):
     """Dtype of activations and of gathered weights, with `fully_sharded` (also on one process);
     parameters, sums of gradients and optimizer states keep the run's `dtype`. Default: `dtype`."""
 
+    reshard_after: ReshardAfter = "forward"
+    """When gathered weights are freed, with `fully_sharded`. `forward`: a layer's after its
+    forward, and gathered again for its backward. `backward`: after its backward, so that they are
+    gathered once a micro-batch, all of them for some time. `update`: once an update, for all of its
+    micro-batches: a copy of the whole model in the compute dtype. The results are the same."""
+
     timeout: float | None = Field(default=None, ge=1, le=7 * 24 * 3600)
     """Seconds that a step, an evaluation or a checkpoint may take on several processes, before the
     process ends with the place where it waits: another may hang. Default: 1800."""
@@ -145,6 +154,11 @@ class ParallelConfig(Config):
             )
         if self.compute_dtype is not None and not self.fully_sharded:
             raise ValueError("`compute_dtype` must be given with `fully_sharded: true` only")
+        if self.reshard_after != "forward" and not self.fully_sharded:
+            raise ValueError(
+                "`reshard_after` must be `forward` without `fully_sharded: true`, got"
+                f" `{self.reshard_after}`: no weights are gathered"
+            )
         if self.timeout is not None and self.num_processes == 1:
             raise ValueError(
                 "`timeout` must be given for several processes only: one waits for no other"

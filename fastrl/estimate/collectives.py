@@ -25,7 +25,7 @@ class Collective:
         group_size: ranks that take part.
         num_bytes: of the whole tensor: the result of an all-gather, the input of the others.
         count: calls of it in a micro-batch, forward and backward.
-        per_update: whether it is called once an update, after its micro-batches, instead.
+        per_update: whether it is called once an update instead.
     """
 
     axis: str
@@ -191,11 +191,16 @@ def _parameter_collectives(
     def call(name: str, what: str, num_bytes: int, count: int) -> Collective:
         return Collective(axis, name, what, size, num_bytes, count)
 
-    # Recomputation within a backward finds the layer gathered.
-    gathers = forward + backward
     layers = weights.layer * weights.num_layers
-    yield call("all_gather", "layers", layers * shapes.compute, gathers)
-    yield call("all_gather", "embedding, head", weights.root * shapes.compute, 1)
+    # Recomputation within a backward finds the layer gathered. With pieces the head has a backward
+    # of its own, which frees the layers too.
+    once_a_backward = backward + (1 if backward > 1 else 0)
+    gathers = {"forward": forward + backward, "backward": once_a_backward, "update": 1}
+    number = gathers[parallel.reshard_after]
+    once = parallel.reshard_after == "update"
+    for what, elements, count in (("layers", layers, number), ("embedding, head", weights.root, 1)):
+        num_bytes = elements * shapes.compute
+        yield Collective(axis, "all_gather", what, size, num_bytes, count, per_update=once)
     reduced = max(shapes.stored, 4) if parallel.compute_dtype else shapes.stored
     yield call("reduce_scatter", "gradients of layers", layers * reduced, backward)
     head, rest = weights.head * reduced, (weights.embedding + weights.norm) * reduced

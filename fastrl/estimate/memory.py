@@ -126,8 +126,7 @@ def _head_moments(step: Step, ops: Sequence[HeadOp]) -> Iterator[tuple[str, list
     else:
         before += _activations(step, step.model.num_hidden_layers)
         before.append(Memory(HIDDEN, 2 * hidden))  # and what the final norm saves
-    gathered = weights.root + (weights.layer if shapes.shards > 1 else 0)
-    before.append(Memory(GATHERED, gathered * shapes.compute if step.parallel.fully_sharded else 0))
+    before.append(_gathered(step, 1 if shapes.shards > 1 else 0, 0))
     kept: list[Memory] = []
     for op in ops:
         yield "forward of the head", [*before, *kept, *op.forward]
@@ -209,7 +208,6 @@ def _layer_moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
     gradients = (2 * inner + 2 * stream) * compute
     matrix = weights.mlp_matrix * compute
     is_sharded = parallel.fully_sharded
-    gathered = weights.root + weights.layer * (2 if shapes.shards > 1 else 1)
     for name, number in (("last", 0), ("last but one", 1), ("first", model.num_hidden_layers - 1)):
         left = model.num_hidden_layers - number
         before = [_gradients(step, number), *_waiting(step)]
@@ -219,12 +217,32 @@ def _layer_moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
             Memory(BACKWARD, gradients + (0 if is_sharded else matrix)),
         ]
         if is_sharded:
-            before.append(Memory(GATHERED, gathered * compute))
+            before.append(_gathered(step, 2 if shapes.shards > 1 else 1, number))
             sent = weights.layer * step.reduced if number else 0
             own.append(Memory(PENDING, sent + matrix))
         yield f"backward of the {name} layer", [*before, *own]
         if is_sharded:
             yield f"reduction of the {name} layer", [*before, *_reduction(step, weights.layer)]
+
+
+def _gathered(step: Step, at_a_time: int, num_done: int) -> Memory:
+    """Weights that FSDP2 holds gathered: the root's and some of the layers'.
+
+    Args:
+        step: whose weights.
+        at_a_time: layers, where each is freed after its forward.
+        num_done: layers whose backward is over.
+    """
+    parallel, weights = step.parallel, step.weights
+    if not parallel.fully_sharded:
+        return Memory(GATHERED, 0)
+    layers = {
+        "forward": at_a_time,
+        "backward": weights.num_layers - num_done,
+        "update": weights.num_layers,
+    }
+    number = weights.root + weights.layer * layers[parallel.reshard_after]
+    return Memory(GATHERED, number * step.shapes.compute)
 
 
 def _waiting(step: Step) -> list[Memory]:
@@ -251,24 +269,24 @@ def _reduction(step: Step, number: int) -> list[Memory]:
     """The gradients of `number` parameters while FSDP2 reduces them."""
     shapes = step.shapes
     sent = number * step.reduced
-    # A single rank divides the sums out of place.
-    received = 2 * sent if shapes.shards == 1 else sent // shapes.shards
-    return [Memory(PENDING, sent + max(number * shapes.compute, received))]
+    return [Memory(PENDING, sent + max(number * shapes.compute, sent // shapes.shards))]
 
 
 def _end_moments(step: Step) -> Iterator[tuple[str, list[Memory]]]:
     """After the layers: the embedding's gradient, FSDP2's reduction of it, the update."""
-    weights, shapes = step.weights, step.shapes
+    weights, shapes, parallel = step.weights, step.shapes, step.parallel
     gradients = _gradients(step, step.model.num_hidden_layers)
-    gathered = Memory(GATHERED, weights.root * shapes.compute)
+    gathered = _gathered(step, 0, step.model.num_hidden_layers)
     embedding = Memory("gradient of the embedding", weights.embedding * shapes.compute)
     before = [gradients, *_waiting(step)]
-    if step.parallel.fully_sharded:
-        if step.parallel.micro_sequences > 1:
+    if parallel.fully_sharded:
+        if parallel.micro_sequences > 1:
             reduction = _reduction(step, weights.embedding + weights.norm)
             yield "reduction of the embedding", [*before, gathered, *reduction]
         else:
             reduction = _reduction(step, weights.root)
+            if parallel.reshard_after == "update":
+                reduction.append(gathered)
             yield "reduction of embedding and head", [gradients, *reduction]
         before.append(gathered)
     yield "backward of the embedding", [*before, embedding]

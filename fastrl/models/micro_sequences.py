@@ -22,7 +22,11 @@ from fastrl.parallel import group_size
 
 
 def backward_in_pieces(
-    llama: Llama, pieces: Sequence[BatchKwargs], joined: BatchKwargs
+    llama: Llama,
+    pieces: Sequence[BatchKwargs],
+    joined: BatchKwargs,
+    *,
+    reshards: bool = True,
 ) -> HeadOutput:
     """The head's output for a packed sequence, with the gradients of its loss left in `llama`.
 
@@ -35,6 +39,7 @@ def backward_in_pieces(
         llama: the model, in training mode.
         pieces: of `TokenBatch.to_kwargs(micro_sequences=n)`, in order.
         joined: the same with `join=True`: all pieces as one batch.
+        reshards: whether FSDP2 frees embedding, norm and head after the last backward.
 
     Returns:
         The output of step 2, its loss without a graph.
@@ -54,7 +59,7 @@ def backward_in_pieces(
     assert leaf.grad is not None
     grads = leaf.grad.split([part.shape[0] for part in hidden])
     for index in reversed(range(len(pieces))):
-        _stay_gathered(llama, index > 0)
+        _stay_gathered(llama, index > 0 or not reshards)
         before = run.before(index)
         states = _hidden_states(llama, pieces[index], before)
         key_values = [before.current[layer] for layer in sorted(before.current)]

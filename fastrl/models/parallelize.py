@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fastrl.config.training import ReshardAfter
 from fastrl.models.llama import Llama
 from fastrl.parallel import ParallelGroups, all_reduce_tensors, vocab_shard
 
@@ -40,6 +41,7 @@ def parallelize_llama(
     sequence_parallel: bool = False,
     fully_sharded: bool = False,
     compute_dtype: torch.dtype | None = None,
+    reshard_after: ReshardAfter = "forward",
 ) -> ParallelGroups:
     """The groups for the batches of a model, which is sharded over the mesh in place.
 
@@ -51,42 +53,49 @@ def parallelize_llama(
             hold replicas, whose gradients `reduce_gradients` sums.
         compute_dtype: of activations and gathered weights, while parameters keep their own dtype
             and gradients are reduced in it; only with `fully_sharded`.
+        reshard_after: as in `fully_shard_layers`; only with `fully_sharded`.
 
     Raises:
         ValueError: sizes of the model that the tensor axis does not divide, or an option that has
             no effect; from facts that all ranks share, before any collective.
     """
     tensor = mesh["tensor"]
-    _check(llama, tensor.size(), sequence_parallel, fully_sharded, compute_dtype)
+    _check(llama, tensor.size(), sequence_parallel)
+    _check_sharding(fully_sharded, compute_dtype, reshard_after)
     groups = ParallelGroups.from_mesh(mesh, sequence_parallel=sequence_parallel)
     llama.groups = groups
     llama.lm_head.use_groups(groups)
     if tensor.size() > 1:
         _shard_tensor(llama, tensor, sequence_parallel)
     if fully_sharded:
-        fully_shard_layers(llama, llama.model.layers, _data_mesh(mesh), compute_dtype)
+        layers, data = llama.model.layers, _data_mesh(mesh)
+        fully_shard_layers(llama, layers, data, compute_dtype, reshard_after)
         for method in ("hidden_states", "head_output"):
             register_fsdp_forward_method(llama, method)
     return groups
 
 
-def _check(
-    llama: Llama,
-    tensor: int,
-    sequence_parallel: bool,
-    fully_sharded: bool,
-    compute_dtype: torch.dtype | None,
-) -> None:
+def _check(llama: Llama, tensor: int, sequence_parallel: bool) -> None:
     check_tensor_axis(llama, tensor)
     if sequence_parallel and tensor == 1:
         raise ValueError(
             "`sequence_parallel` must be false without a tensor axis, got true with `tensor` 1:"
             " it has no effect."
         )
+
+
+def _check_sharding(
+    fully_sharded: bool, compute_dtype: torch.dtype | None, reshard_after: ReshardAfter
+) -> None:
     if compute_dtype is not None and not fully_sharded:
         raise ValueError(
             f"`compute_dtype` must be None without `fully_sharded`, got {compute_dtype}; FSDP2"
             " keeps the copy of the weights in the compute dtype."
+        )
+    if reshard_after != "forward" and not fully_sharded:
+        raise ValueError(
+            f"`reshard_after` must be 'forward' without `fully_sharded`, got {reshard_after!r}: no"
+            " weights are gathered."
         )
 
 
@@ -224,6 +233,7 @@ def fully_shard_layers(
     layers: Iterable[nn.Module],
     mesh: DeviceMesh,
     compute_dtype: torch.dtype | None,
+    reshard_after: ReshardAfter = "forward",
 ) -> None:
     """FSDP2 with a group for each layer, and the root's for the rest.
 
@@ -236,6 +246,10 @@ def fully_shard_layers(
         layers: of it.
         mesh: of one axis.
         compute_dtype: of activations and gathered weights, as in `parallelize_llama`.
+        reshard_after: when a layer's gathered weights are freed. After its `forward`: they are
+            gathered again for its backward. After its `backward`: once a micro-batch, with all
+            layers gathered in between. After the `update`: once for all of its micro-batches, until
+            `reshard_all` frees them.
     """
     # Inputs are not cast: a batch's log-probabilities and the rotary angles stay fp32.
     policy = MixedPrecisionPolicy(
@@ -245,21 +259,34 @@ def fully_shard_layers(
     )
     modules = [*layers, root]
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        frees = reshard_after == "forward" and module is not root
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     for module in modules:
         assert isinstance(module, FSDPModule)
-        # The global loss is the sum of the ranks' losses: gradients are summed, not averaged.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(reshard_after != "update", recurse=False)
+        if mesh.size() > 1:
+            # The global loss is the sum of the ranks' losses: gradients are summed, not averaged.
+            # A single rank would divide by the factor all the same, in a pass over all gradients.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard_all(root: nn.Module) -> None:
+    """Frees all weights that FSDP2 has gathered, which are stale once the sharded ones change."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def reduce_gradients(llama: Llama) -> None:
     """Sums the gradients of replicas; to be called once a step, after all backward passes.
 
     Gradients over the tensor axis that autograd left as partial sums (of norms under sequence
-    parallelism) are summed as well. Under FSDP2 nothing is left to do.
+    parallelism) are summed as well. Under FSDP2 nothing is left to sum; what is still gathered of
+    the weights, which are to change, is freed.
     """
     if isinstance(llama, FSDPModule):
+        reshard_all(llama)
         return
     grads = []
     for parameter in llama.parameters():

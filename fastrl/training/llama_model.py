@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from fastrl.data.batch import BatchKwargs
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
@@ -16,7 +15,7 @@ from fastrl.models.flops import TrainingFlops
 from fastrl.models.kv_cache import KVCache
 from fastrl.models.llama import Llama
 from fastrl.models.micro_sequences import backward_in_pieces
-from fastrl.models.parallelize import check_tensor_axis, reduce_gradients
+from fastrl.models.parallelize import check_tensor_axis, reduce_gradients, reshard_all
 from fastrl.parallel import ParallelGroups
 from fastrl.training.model import ModelFiles, ModelLimits
 from fastrl.training.processes import Processes, frozen_copy, sync_full_weights
@@ -68,7 +67,8 @@ class LlamaModel:
         return replace(output, loss=output.loss.detach())
 
     def backward_in_pieces(self, pieces: Sequence[BatchKwargs], joined: BatchKwargs) -> HeadOutput:
-        return backward_in_pieces(self.module, pieces, joined)
+        reshards = self._processes.config.reshard_after != "update"
+        return backward_in_pieces(self.module, pieces, joined, reshards=reshards)
 
     def reduce_gradients(self) -> None:
         reduce_gradients(self.module)
@@ -79,8 +79,7 @@ class LlamaModel:
         self.module.eval()
         logprobs: Tensor = self.module(batch).logprobs
         self.module.train(was_training)
-        if isinstance(self.module, FSDPModule):
-            self.module.reshard()  # as a backward would: the gathered weights are stale after it
+        reshard_all(self.module)  # as a backward would: the update makes what is gathered stale
         return logprobs
 
     def frozen_copy(self) -> LlamaModel:

@@ -141,6 +141,7 @@ class Processes:
             sequence_parallel=self.config.sequence_parallel,
             fully_sharded=self.config.fully_sharded,
             compute_dtype=self.compute_dtype,
+            reshard_after=self.config.reshard_after,
         )
 
     def close(self) -> None:

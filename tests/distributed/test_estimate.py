@@ -40,6 +40,20 @@ CASES = {
     "tp2": {"tensor": 2},
     "stp2": {"tensor": 2, "sequence_parallel": True},
     "fsdp2": {"data": 2, "fully_sharded": True},
+    "fsdp2_backward": {"data": 2, "fully_sharded": True, "reshard_after": "backward"},
+    "fsdp2_update": {"data": 2, "fully_sharded": True, "reshard_after": "update"},
+    "fsdp2_backward_ms2": {
+        "sequence_data": 2,
+        "fully_sharded": True,
+        "reshard_after": "backward",
+        "micro_sequences": 2,
+    },
+    "fsdp2_update_ms2": {
+        "sequence_data": 2,
+        "fully_sharded": True,
+        "reshard_after": "update",
+        "micro_sequences": 2,
+    },
     "dp2_sdp2": {"data": 2, "sequence_data": 2},
     "fsdp2_ms4": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 4},
     "tied_fsdp2_ms2": {"sequence_data": 2, "fully_sharded": True, "micro_sequences": 2},
@@ -68,6 +82,7 @@ def record(config: ParallelConfig, model: LlamaConfig) -> tuple[int, dict[tuple[
         mesh,
         sequence_parallel=config.sequence_parallel,
         fully_sharded=config.fully_sharded,
+        reshard_after=config.reshard_after,
     )
     held = [p.to_local() if isinstance(p, DTensor) else p for p in llama.parameters()]
     tokens = [number % 40 for number in range(TOKENS)]
@@ -79,7 +94,8 @@ def record(config: ParallelConfig, model: LlamaConfig) -> tuple[int, dict[tuple[
     joined = batch.to_kwargs(groups, config.micro_sequences, join=True, **options)  # type: ignore[arg-type]
     with CollectiveRecord() as recorded:
         if len(pieces) > 1:
-            backward_in_pieces(llama, pieces, joined[0])
+            reshards = config.reshard_after != "update"
+            backward_in_pieces(llama, pieces, joined[0], reshards=reshards)
         else:
             loss = llama(pieces[0]).loss
             assert loss is not None

@@ -147,6 +147,19 @@ CASES: dict[str, StepCase] = {
     ),
     "pieces, checkpoints": small({"micro_sequences": 4}, 32768, checkpointing=True),
     "8 ranks, sharded, checkpoints": small({"data": 8, **SHARDED}, 8192, 2, checkpointing=True),
+    "gathered once a micro-batch": small(
+        {"data": 8, **SHARDED, "reshard_after": "backward"}, 8192, 2
+    ),
+    "gathered once a micro-batch, pieces": small(
+        {"data": 4, **SHARDED, "micro_sequences": 4, "reshard_after": "backward"}, 32768
+    ),
+    "gathered once an update": small({"data": 8, **SHARDED, "reshard_after": "update"}, 8192, 2),
+    "gathered once an update, checkpoints, one rank": small(
+        {**SHARDED, "reshard_after": "update"}, 16384, 2, checkpointing=True
+    ),
+    "gathered once an update, pieces": small(
+        {"data": 4, **SHARDED, "micro_sequences": 4, "reshard_after": "update"}, 32768, 2
+    ),
     "sequence data, sharded": small({"sequence_data": 4, **SHARDED}, 65536),
     "attention kept": small({}, 16384, checkpointing="attention"),
     "attention kept, sharded": small({"data": 8, **SHARDED}, 8192, 2, checkpointing="attention"),

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fastrl import BatchCounts, Document, LlamaConfig, TokenBatch
 from fastrl.config.loading import load_config
+from fastrl.config.training import ReshardAfter
 from fastrl.layers.language_model_head import HeadOutput
 from fastrl.layers.losses import add_metrics, reduce_metrics
 from fastrl.models.compiled import compile_layers
@@ -35,6 +36,7 @@ class Variant:
     name: str
     ranks: Ranks = field(default_factory=Ranks)
     fully_sharded: bool = False
+    reshard_after: ReshardAfter = "forward"
     compute_dtype: torch.dtype | None = None
     chunk_size: int | None = None
     micro_sequences: int = 1
@@ -68,12 +70,15 @@ VARIANTS = {
         Variant("sdp2_stp2", Ranks(sequence_data=2, tensor=2, sequence_parallel=True)),
         Variant("dp2_sdp2", Ranks(data=2, sequence_data=2, layout="zigzag")),
         Variant("fsdp2", Ranks(data=2), fully_sharded=True),
+        Variant("fsdp2_backward", Ranks(data=2), True, "backward", micro_batches=2),
+        Variant("fsdp2_update", Ranks(data=2), True, "update", micro_batches=2),
         Variant("fsdp2_tp2", Ranks(data=2, tensor=2, sequence_parallel=True), fully_sharded=True),
         # Combinations in which parts meet.
         Variant("stp2_novp", Ranks(tensor=2, sequence_parallel=True, vocabulary_parallel=False)),
         Variant("stp2_ms2", SP, micro_sequences=2),
         Variant("sdp2_zigzag_ms2", ZIGZAG, micro_sequences=2, checkpointing="full"),
         Variant("fsdp2_sdp2_ms2_df2", ZIGZAG, True, micro_sequences=2, micro_batches=2),
+        Variant("fsdp2_update_ms2", ZIGZAG, True, "update", micro_sequences=2, micro_batches=2),
         Variant("mlp_stp2_ms2", SP, micro_sequences=2, checkpointing="attention"),
         Variant("mlp_fsdp2", Ranks(data=2), True, checkpointing="attention"),
         Variant("compiled_fsdp2", Ranks(data=2), True, checkpointing="full", compiles="aot_eager"),
@@ -157,6 +162,7 @@ def train(config_name: str, variant: Variant) -> Training | None:
             sequence_parallel=layout.sequence_parallel,
             fully_sharded=variant.fully_sharded,
             compute_dtype=variant.compute_dtype,
+            reshard_after=variant.reshard_after,
         )
     optimizer = torch.optim.SGD(llama.parameters(), lr=LEARNING_RATE)
     losses, metrics, grads = [], [], []
@@ -207,7 +213,8 @@ def forward_backward(
         output: HeadOutput
         if variant.micro_sequences > 1:
             joined = batch.to_kwargs(groups, variant.micro_sequences, join=True, **options)  # type: ignore[arg-type]
-            output = backward_in_pieces(llama, pieces, joined[0])
+            reshards = variant.reshard_after != "update"
+            output = backward_in_pieces(llama, pieces, joined[0], reshards=reshards)
         else:
             output = llama(pieces[0])
             assert output.loss is not None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from fastrl.data.batch import TokenBatch
 from fastrl.data.documents import Document
@@ -29,6 +28,7 @@ from fastrl.integrations.transformers.output_layer import (
     read_logit_rule,
     replaced,
 )
+from fastrl.models.parallelize import reshard_all
 
 # Tokens of the two documents: more than the convolutions of the models that have some reach.
 _LENGTHS = (11, 9)
@@ -68,9 +68,7 @@ def undisturbed(model: Model) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        for module, _ in modes:
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root keeps its parameters gathered after a forward
+        reshard_all(model)  # the root keeps its parameters gathered after a forward
 
 
 def probe_model(model: Model, packing: Packing) -> Probe:

@@ -28,7 +28,7 @@ from fastrl.integrations.transformers.folder import (
 from fastrl.integrations.transformers.output_layer import Model
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.models.flops import TrainingFlops
-from fastrl.models.parallelize import fully_shard_layers
+from fastrl.models.parallelize import fully_shard_layers, reshard_all
 from fastrl.parallel import ParallelGroups, all_reduce_tensors
 from fastrl.training.model import FrozenPolicy, ModelFiles, ModelLimits
 from fastrl.training.processes import Processes, sync_full_weights
@@ -126,6 +126,7 @@ class TransformersModel:
             grads.append(parameter.grad)
         if not isinstance(self.module, FSDPModule):
             all_reduce_tensors(grads, self.groups.dp)
+        reshard_all(self.module)
 
     def logprobs(self, batch: BatchKwargs) -> Tensor:
         return _logprobs(self.module, batch)
@@ -202,7 +203,10 @@ class TransformersModel:
             return
         kinds = set(getattr(self._inner, "_no_split_modules", None) or ())
         layers = [each for each in module.modules() if type(each).__name__ in kinds]
-        fully_shard_layers(module, layers, mesh["data"], self._processes.compute_dtype)
+        processes = self._processes
+        fully_shard_layers(
+            module, layers, mesh["data"], processes.compute_dtype, processes.config.reshard_after
+        )
 
     def _whole_copy(self, dtype: torch.dtype) -> Any:
         """A model of the same parameters, not sharded, whose values are still to be copied."""
@@ -249,8 +253,7 @@ class _AdaptedPolicy:
 @torch.no_grad()
 def _logprobs(module: Any, batch: BatchKwargs) -> Tensor:
     logprobs: Tensor = module(batch=batch, compute_loss=False).logprobs
-    if isinstance(module, FSDPModule):
-        module.reshard()  # as a backward would: the gathered weights are stale after the update
+    reshard_all(module)  # as a backward would: the update makes what is gathered stale
     return logprobs
 
 
