@@ -13,6 +13,7 @@ from fastrl.config.heads import DraftConfig
 from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.distillation import Teacher
+from fastrl.layers.call_operands import local_tensor
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.parallel import gather_first_dim, group_rank, group_size
 
@@ -119,8 +120,9 @@ class DraftHeads(nn.Module):
         if self.head.owns_weight:
             weight, bias = self.head.weight, self.head.bias
         named = {"weight": weight, "bias": bias}
+        tp = self.head.groups.tp
         given = {
-            name: self.head._local(tensor) for name, tensor in named.items() if tensor is not None
+            name: local_tensor(tensor, tp) for name, tensor in named.items() if tensor is not None
         }
         if not self.config.detach_weight:
             return given

@@ -176,7 +176,7 @@ def test_logprobs_come_from_the_same_pass(strategy: str, monkeypatch: pytest.Mon
         return check_inputs(*arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastrl.layers.language_model_head.check_inputs", counted)
+        patch.setattr("fastrl.layers.head_pass.check_inputs", counted)
         output = head(hidden, batch, return_logprobs=True)
     assert len(passes) == 1
     assert output.strategy == strategy
