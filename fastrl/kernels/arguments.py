@@ -21,6 +21,11 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
+def next_power_of_2(number: int) -> int:
+    """The least power of two from a positive host number on, as fast."""
+    return 1 << (number - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """z = cap(logit_scale (x + bias)) / temperature of raw products x = h W^T, in this order."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
 from fastrl.kernels.transform import LOG2_E, LOWEST, as_fp32, logit_and_slope
 
 
@@ -141,7 +141,7 @@ def finish_rows(
     num_slots = len(is_row)
     logprobs, entropy, logsumexp = (torch.empty_like(statistics[0]) for _ in range(3))
     block = 256
-    _finish_kernel[(triton.cdiv(max(num_slots, 1), block),)](
+    _finish_kernel[(ceil_div(max(num_slots, 1), block),)](
         logprobs=logprobs,
         entropy=entropy,
         logsumexp=logsumexp,
@@ -197,7 +197,7 @@ def entry_gradient(
         return grad
     assert gradients.entropy is None or entropy is not None
     block = 128
-    _gradient_kernel[(triton.cdiv(len(grad), block),)](
+    _gradient_kernel[(ceil_div(len(grad), block),)](
         grad=grad,
         products=products,
         slots=slots,

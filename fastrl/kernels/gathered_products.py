@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import ceil_div, next_power_of_2
+
 
 def gathered_products(
     hidden: Tensor,  # [R, D]
@@ -25,7 +27,7 @@ def gathered_products(
     assert hidden.stride(1) == 1 or depth == 1
     assert weight.stride(1) == 1 or depth == 1
     block = 16
-    _products_kernel[(triton.cdiv(num_pairs, block),)](
+    _products_kernel[(ceil_div(num_pairs, block),)](
         products=products,
         hidden=hidden,
         weight=weight,
@@ -37,7 +39,7 @@ def gathered_products(
         num_rows=hidden.shape[0],
         depth=depth,
         BLOCK_PAIRS=block,
-        BLOCK_DEPTH=min(128, triton.next_power_of_2(max(depth, 1))),
+        BLOCK_DEPTH=min(128, next_power_of_2(max(depth, 1))),
         num_warps=4,
     )
     return products

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import ceil_div
+
 
 def entry_keys(
     ids: Tensor,  # [n]
@@ -24,7 +26,7 @@ def entry_keys(
     num_ids, num_slots = len(ids), len(labels)
     keys = torch.empty(num_ids + num_slots, dtype=torch.int64, device=labels.device)
     block = 256
-    _keys_kernel[(triton.cdiv(max(len(keys), 1), block),)](
+    _keys_kernel[(ceil_div(max(len(keys), 1), block),)](
         keys=keys,
         ids=ids.contiguous(),
         slots=slots.contiguous(),
@@ -80,7 +82,7 @@ def split_keys(
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     columns = torch.empty_like(slots)
     block = 256
-    _split_kernel[(triton.cdiv(max(len(keys), 1), block),)](
+    _split_kernel[(ceil_div(max(len(keys), 1), block),)](
         slots=slots,
         columns=columns,
         keys=keys,

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
+from fastrl.kernels.arguments import (
+    LogitTransform,
+    RowGradients,
+    VocabularyTile,
+    ceil_div,
+    next_power_of_2,
+)
 from fastrl.kernels.row_statistics import parts_per_row
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -41,7 +47,7 @@ def row_gradient(
     assert logits.stride(1) == 1 or total_columns == 1
     assert operand_dtype.itemsize <= logits.dtype.itemsize
     assert gradients.entropy is None or entropy is not None
-    block = min(4096, max(triton.next_power_of_2(total_columns), 128))
+    block = min(4096, max(next_power_of_2(total_columns), 128))
     num_blocks = ceil_div(total_columns, block)
     num_parts = parts_per_row(num_rows, num_blocks)
     if num_parts > 1:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import ceil_div
+from fastrl.kernels.arguments import ceil_div, next_power_of_2
 
 # Of a grid-strided pass: several per multiprocessor.
 MAX_PROGRAMS = 1056
@@ -42,7 +42,7 @@ def _launch_rows(
         return
     assert values.stride(1) == 1 or depth == 1
     assert output.stride(1) == 1 or depth == 1
-    block = min(4096, triton.next_power_of_2(depth))
+    block = min(4096, next_power_of_2(depth))
     _rows_kernel[(num_rows, ceil_div(depth, block))](
         output=output,
         values=values,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import LogitTransform, VocabularyTile, ceil_div
+from fastrl.kernels.arguments import LogitTransform, VocabularyTile, ceil_div, next_power_of_2
 from fastrl.kernels.merge import merge_partial_statistics
 from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
 
@@ -48,7 +48,7 @@ def update_row_statistics(
         return
     assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert statistics.stride(1) == 1 or num_rows == 1
-    block = min(4096, max(triton.next_power_of_2(num_columns), 128))
+    block = min(4096, max(next_power_of_2(num_columns), 128))
     num_blocks = ceil_div(num_columns, block)
     num_parts = parts_per_row(num_rows, num_blocks)
     partials = statistics

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.kernels.arguments import ceil_div, next_power_of_2
+
 # Pairs of a segment that one program sums: the longest are split, always in the same places.
 LONGEST = 256
 
@@ -32,8 +34,8 @@ def add_segments(
         return
     assert output.stride(1) == 1 or depth == 1
     assert source.stride(1) == 1 or depth == 1
-    block = min(1024, triton.next_power_of_2(depth))
-    num_blocks, num_windows = triton.cdiv(depth, block), triton.cdiv(num_pairs, LONGEST)
+    block = min(1024, next_power_of_2(depth))
+    num_blocks, num_windows = ceil_div(depth, block), ceil_div(num_pairs, LONGEST)
     partials = torch.empty(num_windows, depth, dtype=torch.float32, device=output.device)
     arguments = {
         "partials": partials,
@@ -54,7 +56,7 @@ def add_segments(
     if num_windows > 1:
         _partials_kernel[(num_windows, num_blocks)](**arguments)
     starts = 8
-    _segments_kernel[(triton.cdiv(num_pairs, starts), num_blocks)](
+    _segments_kernel[(ceil_div(num_pairs, starts), num_blocks)](
         output=output,
         output_stride=output.stride(0),
         ONTO_ZEROS=onto_zeros,
@@ -214,8 +216,8 @@ def write_rows(
         return
     assert output.stride(1) == 1 or depth == 1
     assert source.stride(1) == 1 or depth == 1
-    block = min(1024, triton.next_power_of_2(depth))
-    _rows_kernel[(len(slots), triton.cdiv(depth, block))](
+    block = min(1024, next_power_of_2(depth))
+    _rows_kernel[(len(slots), ceil_div(depth, block))](
         output=output,
         slots=slots,
         offsets=offsets,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.kernels.arguments import PART_COLUMNS
+from fastrl.kernels.arguments import PART_COLUMNS, ceil_div
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,9 +43,8 @@ def matmul_alike(
     num_rows = len(a)
     dtype = accumulation_dtype(a.dtype)
     a = _padded(a if a.is_cuda else a.to(dtype), rows)
-    result = torch.empty(
-        len(a), -(-len(b) // PART_COLUMNS) * PART_COLUMNS, dtype=dtype, device=a.device
-    )
+    num_columns = ceil_div(len(b), PART_COLUMNS) * PART_COLUMNS
+    result = torch.empty(len(a), num_columns, dtype=dtype, device=a.device)
     for column in range(0, len(b), PART_COLUMNS):
         columns = slice(column, column + PART_COLUMNS)
         part = _padded(b[columns].to(a.dtype), PART_COLUMNS).t()
@@ -57,7 +56,7 @@ def matmul_alike(
 def _padded(matrix: Tensor, multiple: int) -> Tensor:
     """A copy with zeros up to a multiple of rows and of depth."""
     rows, depth = (
-        -(-size // step) * step
+        ceil_div(size, step) * step
         for size, step in zip(matrix.shape, (multiple, _DEPTH_MULTIPLE), strict=True)
     )
     padded = matrix.new_zeros(rows, depth)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastrl.functional.head.running import finite_or_zero
 from fastrl.kernels import can_run
-from fastrl.kernels.arguments import MOST_PARTS, PART_COLUMNS
+from fastrl.kernels.arguments import MOST_PARTS, PART_COLUMNS, ceil_div, next_power_of_2
 from fastrl.parallel import vocab_shard
 
 
@@ -41,16 +41,17 @@ class MergeTree:
         shards = [vocab_shard(self.weight_rows, rank, self.size) for rank in range(self.size)]
         if any(start % PART_COLUMNS and start < self.weight_rows for start, _ in shards):
             step = PART_COLUMNS * self.size
+            padded = ceil_div(self.weight_rows, step) * step
             raise ValueError(
                 "`deterministic` must be False where a rank's rows of the weight begin inside of a"
                 f" block of {PART_COLUMNS}, got {self.weight_rows} rows over {self.size} ranks; pad"
-                f" the weight to {-(-self.weight_rows // step) * step} rows (`padded_vocab_size`)."
+                f" the weight to {padded} rows (`padded_vocab_size`)."
             )
 
     def subtrees(self, rank: int) -> list[tuple[int, int]]:
         """First and one-past-last leaf of each complete subtree of a rank, in order."""
         start, stop = vocab_shard(self.weight_rows, rank, self.size)
-        first, last = -(-start // PART_COLUMNS), -(-stop // PART_COLUMNS)
+        first, last = ceil_div(start, PART_COLUMNS), ceil_div(stop, PART_COLUMNS)
         found: list[tuple[int, int]] = []
         while first < last:
             size = min(first & -first or MOST_PARTS, MOST_PARTS)
@@ -96,7 +97,7 @@ def _local_slots(tree: MergeTree, rank: int, device: torch.device) -> Tensor:  #
 @lru_cache
 def _whole_slots(tree: MergeTree, device: torch.device) -> list[Tensor]:
     """The roots at their first leaves, MOST_PARTS leaves a node; then those nodes."""
-    num_leaves = -(-tree.weight_rows // PART_COLUMNS)
+    num_leaves = ceil_div(tree.weight_rows, PART_COLUMNS)
     places = list(range(num_leaves))
     if tree.size > 1:
         places = [-1] * num_leaves
@@ -113,7 +114,7 @@ def _whole_slots(tree: MergeTree, device: torch.device) -> list[Tensor]:
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     """[G, W] int32, W a power of two, -1 where a row has no more entries."""
-    width = 1 << (max(len(row) for row in rows) - 1).bit_length()
+    width = next_power_of_2(max(len(row) for row in rows))
     padded = [row + [-1] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int32).to(device)
 

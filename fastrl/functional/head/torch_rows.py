@@ -14,6 +14,7 @@ from fastrl.kernels.arguments import (
     LogitTransform,
     RowGradients,
     VocabularyTile,
+    ceil_div,
 )
 
 
@@ -61,7 +62,7 @@ def row_parts(
 
     `label_logits` is written where the label is in the tile.
     """
-    num_rows, num_parts = len(logits), -(-logits.shape[1] // PART_COLUMNS)
+    num_rows, num_parts = len(logits), ceil_div(logits.shape[1], PART_COLUMNS)
     if tile.num_columns == 0:
         parts = logits.new_zeros(num_parts, 3, num_rows)
         parts[:, 0] = -torch.inf
