@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
-from fastrl.kernels.transform import LOG2_E, LOWEST, as_fp32, logit_and_slope
+from fastrl.kernels.transform import (
+    LOG2_E,
+    LOWEST,
+    as_fp32,
+    inverse_temperature_of,
+    logit_and_slope,
+)
 
 
 def entry_statistics(
@@ -49,27 +55,35 @@ def entry_statistics(
 
 
 @triton.jit
-def _entry_logits(
-    products,  # [N]
+def _entry_columns(
     columns,  # [N]
-    bias,  # [S]
     entries,
     mask,
+    num_columns,
+):
+    """The columns of the entries, and which of them are there."""
+    column = tl.load(columns + entries, mask=mask, other=num_columns)
+    return column, column < num_columns
+
+
+@triton.jit
+def _entry_logits(
+    products,  # [N]
+    bias,  # [S]
+    entries,
+    column,
+    is_there,
     inverse_temperature,
     softcap,
     logit_scale,
-    num_columns,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """z of the entries, its slope, their columns, and which of them are there."""
-    column = tl.load(columns + entries, mask=mask, other=num_columns)
-    is_there = column < num_columns
+    """z of the entries, and its slope."""
     product = tl.load(products + entries, mask=is_there, other=0.0)
     if HAS_BIAS:
         product += tl.load(bias + column, mask=is_there, other=0.0).to(tl.float32)
-    z, slope = logit_and_slope(product, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
-    return z, slope, column, is_there
+    return logit_and_slope(product, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
 
 
 @triton.jit(do_not_specialize=["first_column", "num_columns", "num_slots"])
@@ -97,17 +111,15 @@ def _statistics_kernel(
     begin, end = tl.load(offsets + slot), tl.load(offsets + slot + 1)
     label = tl.load(labels + slot * labels_stride) - first_column
     softcap, logit_scale = as_fp32(softcap), as_fp32(logit_scale)
-    if ROW_TEMPERATURE:
-        inverse_temperature = 1.0 / tl.load(temperature + slot).to(tl.float32)
-    else:
-        inverse_temperature = 1.0 / as_fp32(temperature)
+    inverse_temperature = inverse_temperature_of(slot, True, temperature, ROW_TEMPERATURE)
     maximum = as_fp32(float("-inf"))
     label_logit = as_fp32(float("-inf"))
     for start in range(begin, end, BLOCK):
         entries = start + tl.arange(0, BLOCK)
-        z, _, column, is_there = _entry_logits(
-            products, columns, bias, entries, entries < end, inverse_temperature, softcap,
-            logit_scale, num_columns, HAS_BIAS, HAS_SOFTCAP,
+        column, is_there = _entry_columns(columns, entries, entries < end, num_columns)
+        z, _ = _entry_logits(
+            products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
+            HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         z = tl.where(is_there, z, float("-inf"))
         maximum = tl.maximum(maximum, tl.max(z, 0))
@@ -118,9 +130,10 @@ def _statistics_kernel(
     sum_shifted = as_fp32(0.0)
     for start in range(begin, end, BLOCK):
         entries = start + tl.arange(0, BLOCK)
-        z, _, column, is_there = _entry_logits(
-            products, columns, bias, entries, entries < end, inverse_temperature, softcap,
-            logit_scale, num_columns, HAS_BIAS, HAS_SOFTCAP,
+        column, is_there = _entry_columns(columns, entries, entries < end, num_columns)
+        z, _ = _entry_logits(
+            products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
+            HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         shifted = tl.maximum(tl.where(is_there, z - shift, LOWEST), LOWEST)
         exp = tl.exp2(shifted * LOG2_E)
@@ -251,16 +264,12 @@ def _gradient_kernel(
     entries = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entries < num_entries
     softcap, logit_scale = as_fp32(softcap), as_fp32(logit_scale)
-    column = tl.load(columns + entries, mask=mask, other=num_columns)
-    is_there = column < num_columns
+    column, is_there = _entry_columns(columns, entries, mask, num_columns)
     slot = tl.load(slots + entries, mask=is_there, other=0).to(tl.int64)
-    if ROW_TEMPERATURE:
-        inverse_temperature = 1.0 / tl.load(temperature + slot, mask=is_there, other=1.0)
-    else:
-        inverse_temperature = 1.0 / as_fp32(temperature)
-    z, slope, column, is_there = _entry_logits(
-        products, columns, bias, entries, mask, inverse_temperature, softcap,
-        logit_scale, num_columns, HAS_BIAS, HAS_SOFTCAP,
+    inverse_temperature = inverse_temperature_of(slot, is_there, temperature, ROW_TEMPERATURE)
+    z, slope = _entry_logits(
+        products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
+        HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
     lse = tl.load(logsumexp + slot, mask=is_there, other=0.0)
     log_p = z - tl.where(lse == float("-inf"), 0.0, lse)

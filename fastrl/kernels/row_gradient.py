@@ -15,7 +15,7 @@ from fastrl.kernels.arguments import (
     next_power_of_2,
 )
 from fastrl.kernels.row_statistics import parts_per_row
-from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
+from fastrl.kernels.transform import LOG2_E, as_fp32, inverse_temperature_of, logit_and_slope
 
 
 def row_gradient(
@@ -114,10 +114,7 @@ def _row_gradient_kernel(
     part = tl.program_id(1).to(tl.int64)
     softcap = as_fp32(softcap)
     logit_scale = as_fp32(logit_scale)
-    if ROW_TEMPERATURE:
-        inverse_temperature = 1.0 / tl.load(temperature + row).to(tl.float32)
-    else:
-        inverse_temperature = 1.0 / as_fp32(temperature)
+    inverse_temperature = inverse_temperature_of(row, True, temperature, ROW_TEMPERATURE)
     log_normaliser = tl.load(logsumexp + row)
     # A row of -inf alone has no distribution: its p is 0 everywhere, not NaN.
     log_normaliser = tl.where(log_normaliser == float("-inf"), 0.0, log_normaliser)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastrl.kernels.arguments import LogitTransform, VocabularyTile, ceil_div, next_power_of_2
 from fastrl.kernels.merge import merge_partial_statistics
-from fastrl.kernels.transform import LOG2_E, as_fp32, logit_and_slope
+from fastrl.kernels.transform import LOG2_E, as_fp32, inverse_temperature_of, logit_and_slope
 
 # With fewer rows one program per row leaves multiprocessors idle, and rows are split.
 ROWS_TO_FILL_A_DEVICE = 512
@@ -105,10 +105,7 @@ def _row_statistics_kernel(
     num_rows = tl.cast(num_rows, tl.int64)
     softcap = as_fp32(softcap)
     logit_scale = as_fp32(logit_scale)
-    if ROW_TEMPERATURE:
-        inverse_temperature = 1.0 / tl.load(temperature + row).to(tl.float32)
-    else:
-        inverse_temperature = 1.0 / as_fp32(temperature)
+    inverse_temperature = inverse_temperature_of(row, True, temperature, ROW_TEMPERATURE)
     logits += row * logits_stride
     statistics += row
     statistics_stride = tl.cast(statistics_stride, tl.int64)

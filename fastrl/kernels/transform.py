@@ -21,6 +21,16 @@ def as_fp32(number):
 
 
 @triton.jit
+def inverse_temperature_of(rows, mask, temperature, ROW_TEMPERATURE: tl.constexpr):
+    """1 / temperature in fp32: of each row, or of all of them."""
+    if ROW_TEMPERATURE:
+        inverse = 1.0 / tl.load(temperature + rows, mask=mask, other=1.0).to(tl.float32)
+    else:
+        inverse = 1.0 / as_fp32(temperature)
+    return inverse
+
+
+@triton.jit
 def tanh_and_slope(x):
     """tanh x to 3e-7 relative, and its derivative 1 - tanh^2 x without cancellation."""
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
