@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 from typing import Any
 
@@ -317,6 +318,11 @@ class TokenBatch:
             for batch, piece in zip(batches, slots, strict=True)
         )
 
+    @cached_property
+    def _label_bound(self) -> int:
+        """Of the whole sequence, so that its ranks agree on a label that is too large."""
+        return int(self.labels.max()) + 1 if len(self.labels) else 0
+
     def _is_cut(
         self,
         owners: Tensor,  # [T]
@@ -374,6 +380,7 @@ class TokenBatch:
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
+            label_bound=self._label_bound,
             stream_counts=self._stream_counts(slots, counts),
         )
 

@@ -148,7 +148,10 @@ class BatchKwargs:
         target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
             must predict, among the hidden states of all sequence-data ranks, rank after rank; any
             without label.
-
+        label_bound: a host number above all labels, which spares the head a check of them on the
+            device. None in batches made by hand.
+        all_labelled: whether every slot has a label, as of selected rows with labels: losses then
+            need no masks.
         stream_counts: counts of the streams that there are weights of, by their names.
         stream: that this batch is of (`of_stream`); None: of all labels.
 
@@ -197,6 +200,8 @@ class BatchKwargs:
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
+    label_bound: int | None = None
+    all_labelled: bool = False
     stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
     stream: Stream | None = None
 
@@ -288,24 +293,28 @@ class BatchKwargs:
             ValueError: row sets that are not those of the labels and advantages; on a GPU, where
                 the values are the device's, an asynchronous assertion.
         """
-        dropped = _ROW_SETS if "labels" in changes else ()
-        if "kept_tokens" in changes:
-            dropped = (*dropped, "unrecorded_rows")
-        values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
-        changed = replace(self, **values)
+        dropped: dict[str, Any] = {}
+        if "labels" in changes:
+            dropped = OF_LABELS
+        elif "kept_tokens" in changes:
+            dropped = {"unrecorded_rows": None}
+        changed = replace(self, **{**dropped, **changes})
         if not changes.keys().isdisjoint(("labels", "advantages", *_ROW_SETS)):
             check_row_sets(changed)
         return changed
 
     def select(
         self,
-        index: Tensor | slice,  # [R]
+        rows: Tensor | slice | RowSet,  # [R]
     ) -> BatchKwargs:
-        """The batch of the rows `index`: [T] vectors gathered, counts kept, row sets dropped.
+        """The batch of some rows: [T] vectors gathered, counts kept, row sets dropped.
 
         It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too, and
         `whole_documents` still describes the shard, not the selection.
         """
+        index = rows.index if isinstance(rows, RowSet) else rows
+        # Those of the batch's own sets all have a label.
+        is_own = any(rows is own for own in self.row_sets.values())
         values = {name: getattr(self, name) for name in _DTYPES}
         vectors = {
             name: value
@@ -315,6 +324,7 @@ class BatchKwargs:
         gathered: dict[str, Any] = _gathered(vectors, index)
         gathered |= {name: entries[index] for name, entries in self.entries.items()}
         gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
+        gathered["all_labelled"] = is_own or self.all_labelled
         dropped = (*_ROW_SETS, "visible_until")
         return replace(self, **gathered | dict.fromkeys(dropped))
 
@@ -365,6 +375,13 @@ ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "t
 """Recorded entries of a batch, and the fields of `Document` that they are of."""
 
 _ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows", "unrecorded_rows")
+
+OF_LABELS: dict[str, Any] = {
+    **dict.fromkeys(_ROW_SETS),
+    "label_bound": None,
+    "all_labelled": False,
+}
+"""What is known of a batch's labels, as of others of which nothing is."""
 
 _COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
 _DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}

@@ -83,18 +83,16 @@ def linear_statistics(
         rows = slice(start, min(start + step, num_rows))
         part = statistics[:, rows]
         partials = _new_partials(tiles, part)
-        _launch(
+        launch = _Launch(
             STATISTICS.value,
             hidden_states[rows],
-            weight,
             labels[rows],
-            None,
             transform.rows(rows),
-            tile,
             HAS_ENTROPY=entropy,
             label_logits=part[3],
             partials=partials,
         )
+        launch(weight, None, tile)
         merge_partial_statistics(part, partials, entropy=entropy)
 
 
@@ -118,18 +116,16 @@ def linear_parts(
     partials = label_logits.new_empty(
         ceil_div(weight.shape[0], BLOCKS.columns), 3, len(label_logits)
     )
-    _launch(
+    launch = _Launch(
         PARTS.value,
         hidden_states,
-        weight,
         labels,
-        None,
         transform,
-        tile,
         HAS_ENTROPY=entropy,
         label_logits=label_logits,
         partials=partials,
     )
+    launch(weight, None, tile)
     return partials
 
 
@@ -159,18 +155,16 @@ def linear_exponentials(
     partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), statistics)
     if hidden_states.shape[0] == 0:
         return partials
-    _launch(
+    launch = _Launch(
         EXPONENTIALS.value,
         hidden_states,
-        weight,
         labels,
-        output,
         transform,
-        tile,
         HAS_ENTROPY=entropy,
         label_logits=statistics[3],
         partials=partials,
     )
+    launch(weight, output, tile)
     merge_partial_statistics(statistics, partials, entropy=entropy)
     return partials
 
@@ -193,69 +187,116 @@ def linear_gradient(
     """
     if hidden_states.shape[0] == 0:
         return
-    assert gradients.entropy is None or entropy is not None
-    gradients = gradients.contiguous()
-    _launch(
-        GRADIENT.value,
-        hidden_states,
-        weight,
-        labels,
-        output,
-        transform,
-        tile,
-        HAS_ENTROPY=gradients.entropy is not None,
-        logsumexp=logsumexp.contiguous(),
-        entropy=None if gradients.entropy is None or entropy is None else entropy.contiguous(),
-        grad_logprobs=gradients.logprobs,
-        grad_logsumexp=gradients.logsumexp,
-        grad_entropy=gradients.entropy,
-    )
+    gradient = LinearGradient(hidden_states, labels, logsumexp, entropy, gradients, transform)
+    gradient(output, weight, tile)
+
+
+class LinearGradient:
+    """`linear_gradient` of the same rows by one tile of the weight after the other.
+
+    Args: those of `linear_gradient`.
+    """
+
+    def __init__(
+        self,
+        hidden_states: Tensor,  # [R, D]
+        labels: Tensor,  # [R]
+        logsumexp: Tensor,  # [R]
+        entropy: Tensor | None,  # [R]
+        gradients: RowGradients,
+        transform: LogitTransform,
+    ) -> None:
+        assert gradients.entropy is None or entropy is not None
+        gradients = gradients.contiguous()
+        self._launch = _Launch(
+            GRADIENT.value,
+            hidden_states,
+            labels,
+            transform,
+            HAS_ENTROPY=gradients.entropy is not None,
+            logsumexp=logsumexp.contiguous(),
+            entropy=None if gradients.entropy is None or entropy is None else entropy.contiguous(),
+            grad_logprobs=gradients.logprobs,
+            grad_logsumexp=gradients.logsumexp,
+            grad_entropy=gradients.entropy,
+        )
+
+    def __call__(self, output: Tensor, weight: Tensor, tile: VocabularyTile) -> None:
+        self._launch(weight, output, tile)
 
 
 def _new_partials(tiles: int, statistics: Tensor) -> Tensor:
     return statistics.new_empty(tiles, 3, statistics.shape[1])
 
 
-def _launch(
-    epilogue: int,
-    hidden_states: Tensor,  # [R, D]
-    weight: Tensor,  # [S, D]
-    labels: Tensor,  # [R]
-    output: Tensor | None,  # [R, S]
-    transform: LogitTransform,
-    tile: VocabularyTile,
-    **others: Any,
-) -> None:
-    """One launch; what an epilogue does not use is None."""
-    blocks = BLOCKS
-    num_rows, depth = hidden_states.shape
-    row_tiles = ceil_div(num_rows, blocks.rows)
-    tiles = row_tiles * ceil_div(weight.shape[0], blocks.columns)
-    most = max(GROUP_BYTES // (blocks.rows * depth * hidden_states.element_size()), 1)
-    names = "label_logits partials logsumexp entropy grad_logprobs grad_logsumexp grad_entropy"
-    unused = dict.fromkeys(names.split())
-    linear_kernel[(min(tiles, num_multiprocessors(hidden_states.device)),)](
-        hidden=TensorDescriptor.from_tensor(_aligned(hidden_states), [blocks.rows, blocks.depth]),
-        weight=TensorDescriptor.from_tensor(_aligned(weight), [blocks.columns, blocks.depth]),
-        output=None
-        if output is None
-        else TensorDescriptor.from_tensor(output, [blocks.rows, blocks.columns // 2]),
-        labels=labels.contiguous(),
-        num_rows=num_rows,
-        total_columns=weight.shape[0],
-        depth=depth,
-        group=ceil_div(row_tiles, ceil_div(row_tiles, most)),
-        EPILOGUE=epilogue,
-        HAS_GRAD_LOGSUMEXP=others.get("grad_logsumexp") is not None,
-        BLOCK_R=blocks.rows,
-        BLOCK_V=blocks.columns,
-        BLOCK_D=blocks.depth,
-        num_stages=blocks.num_stages,
-        num_warps=blocks.num_warps,
-        **transform.contiguous().launch_arguments(),
-        **tile.launch_arguments(),
-        **(unused | others),
-    )
+class _Launch:
+    """Launches over the same rows; what an epilogue does not use is None.
+
+    Args:
+        epilogue: of the kernel.
+        hidden_states: [R, D].
+        labels: [R].
+        transform: of the rows.
+        others: arguments of the epilogue, by name.
+    """
+
+    def __init__(
+        self,
+        epilogue: int,
+        hidden_states: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        **others: Any,
+    ) -> None:
+        hidden_states, blocks = _aligned(hidden_states), BLOCKS
+        num_rows, depth = hidden_states.shape
+        self._row_tiles = ceil_div(num_rows, blocks.rows)
+        self._most_programs = num_multiprocessors(hidden_states.device)
+        most = max(GROUP_BYTES // (blocks.rows * depth * hidden_states.element_size()), 1)
+        shared = {
+            "hidden": TensorDescriptor.from_tensor(hidden_states, [blocks.rows, blocks.depth]),
+            "labels": labels.contiguous(),
+            "num_rows": num_rows,
+            "depth": depth,
+            "group": ceil_div(self._row_tiles, ceil_div(self._row_tiles, most)),
+            "EPILOGUE": epilogue,
+            "HAS_GRAD_LOGSUMEXP": others.get("grad_logsumexp") is not None,
+            "BLOCK_R": blocks.rows,
+            "BLOCK_V": blocks.columns,
+            "BLOCK_D": blocks.depth,
+            **transform.contiguous().launch_arguments(),
+            **others,
+        }
+        # In the order of the kernel's parameters, as a compiled kernel takes them.
+        self._arguments = {name: shared.get(name) for name in linear_kernel.arg_names}
+        self._compiled: dict[object, Any] = {}
+
+    def __call__(self, weight: Tensor, output: Tensor | None, tile: VocabularyTile) -> None:
+        """One launch, over the rows of the weight of a tile."""
+        blocks, num_columns = BLOCKS, weight.shape[0]
+        arguments = self._arguments | {
+            "weight": TensorDescriptor.from_tensor(
+                _aligned(weight), [blocks.columns, blocks.depth]
+            ),
+            "output": None
+            if output is None
+            else TensorDescriptor.from_tensor(output, [blocks.rows, blocks.columns // 2]),
+            "total_columns": num_columns,
+            **tile.launch_arguments(),
+        }
+        tiles = self._row_tiles * ceil_div(num_columns, blocks.columns)
+        grid = (min(tiles, self._most_programs), 1, 1)
+        # Triton's dispatch of 30 arguments takes longer than all else here. It would choose the
+        # same kernel: beside numbers that it is told not to look at, tiles differ by their bias.
+        bias = tile.bias
+        key = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments.values())
+            return
+        self._compiled[key] = linear_kernel[grid](
+            **arguments, num_stages=blocks.num_stages, num_warps=blocks.num_warps
+        )
 
 
 def _aligned(matrix: Tensor) -> Tensor:

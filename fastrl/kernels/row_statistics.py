@@ -75,6 +75,47 @@ def update_row_statistics(
         merge_partial_statistics(statistics, partials, entropy=entropy)
 
 
+def finish_row_statistics(
+    statistics: Tensor,  # [4, R] fp32, rows of it contiguous
+    rows: Tensor | None,  # [R]
+    num_tokens: int,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # [T] each
+    """Log-probability, entropy and log-sum-exp of running statistics of the whole vocabulary.
+
+        z[label] - m - log s,  log s - u / s,  m + log s
+
+    Args:
+        statistics: as of `update_row_statistics`.
+        rows: where each of them goes, increasing; other places are 0. None: one after the other.
+        num_tokens: places.
+        entropy: whether u is there, and the entropy is computed.
+    """
+    if statistics.shape[1] == num_tokens:
+        rows = None
+    new = statistics.new_empty if rows is None else statistics.new_zeros
+    logprobs, logsumexp = new(num_tokens), new(num_tokens)
+    entropies = new(num_tokens) if entropy else None
+    num_rows = statistics.shape[1]
+    assert statistics.stride(1) == 1 or num_rows == 1
+    if num_rows:
+        block = 128
+        _finish_kernel[(ceil_div(num_rows, block),)](
+            statistics=statistics,
+            rows=rows,
+            logprobs=logprobs,
+            entropies=entropies,
+            logsumexp=logsumexp,
+            statistics_stride=statistics.stride(0),
+            num_rows=num_rows,
+            HAS_ROWS=rows is not None,
+            ENTROPY=entropy,
+            BLOCK=block,
+        )
+    return logprobs, entropies, logsumexp
+
+
 @triton.jit(do_not_specialize=["num_rows", "first_column", "statistics_stride"])
 def _row_statistics_kernel(
     statistics,  # [4, R]
@@ -157,3 +198,36 @@ def _row_statistics_kernel(
             x += tl.load(bias + label).to(tl.float32)
         z, _ = logit_and_slope(x, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
         tl.store(statistics + 3 * statistics_stride, z)
+
+
+@triton.jit(do_not_specialize=["num_rows", "statistics_stride"])
+def _finish_kernel(
+    statistics,  # [4, R]
+    rows,  # [R], or None
+    logprobs,  # [T]
+    entropies,  # [T], or None
+    logsumexp,  # [T]
+    statistics_stride,
+    num_rows,
+    HAS_ROWS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    stride = tl.cast(statistics_stride, tl.int64)
+    statistics += row
+    place = row
+    if HAS_ROWS:
+        place = tl.load(rows + row, mask=mask, other=0)
+    m = tl.load(statistics, mask=mask, other=0.0)
+    s = tl.load(statistics + stride, mask=mask, other=1.0)
+    log_sum = tl.log(s)
+    # Not label - logsumexp: two large numbers would lose the digits of log_sum.
+    label = tl.load(statistics + 3 * stride, mask=mask, other=0.0)
+    shifted = label - tl.where(m == float("-inf"), 0.0, m)
+    tl.store(logprobs + place, shifted - log_sum, mask=mask)
+    tl.store(logsumexp + place, m + log_sum, mask=mask)
+    if ENTROPY:
+        u = tl.load(statistics + 2 * stride, mask=mask, other=0.0)
+        tl.store(entropies + place, log_sum - tl.div_rn(u, s), mask=mask)

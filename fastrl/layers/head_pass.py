@@ -29,11 +29,17 @@ from fastrl.parallel import ParallelGroups
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of one pass: the sum of its weighted losses, their metrics, detached statistics."""
+    """Result of one pass.
+
+    Attributes:
+        loss: the sum of its weighted losses.
+        metrics: of the losses.
+        statistics: detached; None where nothing reads them.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
-    statistics: TokenStatistics
+    statistics: TokenStatistics | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class HeadPass:
 
     def _run_single_pass(self, chunk_ends: list[int]) -> PassResult:
         plan = self.plan
-        losses, compact = plan.losses, plan.batch.select(plan.gradient_rows.index)
+        losses, compact = plan.losses, plan.batch.select(plan.gradient_rows)
 
         def chunk_loss(statistics: TokenStatistics, start: int, stop: int) -> Tensor:
             is_all = stop - start == compact.num_tokens
@@ -96,9 +102,11 @@ class HeadPass:
             chunk_loss,
             gradient_rows=plan.gradient_rows.index,
             chunk_ends=chunk_ends,
+            with_statistics=self.config.metrics or plan.has_logprobs,
         )
         metrics: dict[str, Tensor] = {}
         if self.config.metrics:
+            assert statistics is not None
             for name, loss in losses.items():
                 own = of_stream(plan.batch, loss.config.stream)
                 metrics |= _named(name, loss.metrics(statistics, own))
@@ -150,6 +158,7 @@ class HeadPass:
         return check_inputs(
             self.operands,
             plan.batch.labels,
+            label_bound=plan.batch.label_bound,
             transform=LogitTransform(plan.batch.temperature, config.softcap, config.logit_scale),
             vocab_size=config.vocab_size,
             weight_rows=weight_rows(config),

@@ -239,7 +239,9 @@ def _single_pass(call: HeadCall) -> TokenStatistics:
     def loss(statistics: TokenStatistics, start: int, stop: int) -> Tensor:
         return statistics.logprobs.sum()
 
-    return single_pass(call, loss, gradient_rows=rows, chunk_ends=ends)[1]
+    _, statistics = single_pass(call, loss, gradient_rows=rows, chunk_ends=ends)
+    assert statistics is not None
+    return statistics
 
 
 _RUNS = {"head": _head, "evaluation": _head, "op": _op}

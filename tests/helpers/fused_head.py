@@ -48,11 +48,13 @@ def logprobs_and_gradients(
         count = len(call.rows)
         ends = [count] if count < 2 or strategy == "one_chunk" else [count // 2, count]
         compact = [w[call.rows] for w in weights]
-        loss, statistics = single_pass(
+        loss, found = single_pass(
             call,
             lambda part, start, stop: weighted_sum(part, [w[start:stop] for w in compact]),
             gradient_rows=call.rows, chunk_ends=ends,
         )  # fmt: skip
+        assert found is not None
+        statistics = found
     grads = torch.autograd.grad(-1.7 * loss, tensors.inputs)
     assert [grad.dtype for grad in grads] == [tensor.dtype for tensor in tensors.inputs]
     return [statistics.logprobs, *grads]

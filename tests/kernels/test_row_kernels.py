@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl.functional.head.running import LABEL, MAX, SUM_EXP, SUM_SHIFTED
+from fastrl.functional.head.running import (
+    LABEL,
+    MAX,
+    SUM_EXP,
+    SUM_SHIFTED,
+    finish_statistics,
+)
 from fastrl.kernels import row_gradient as gradient_module
 from fastrl.kernels import row_statistics as statistics_module
 from fastrl.kernels.arguments import VocabularyTile
@@ -66,6 +72,24 @@ def test_statistics(case: TileCase, rows_to_fill: int, monkeypatch: pytest.Monke
         torch.testing.assert_close(running[row].double(), truth[row], rtol=RTOL / 3, atol=1e-6)
     for result, true in zip(finished(running).vectors(), finished(truth).vectors(), strict=True):
         torch.testing.assert_close(result, true, rtol=RTOL, atol=absolute_error(case))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 300])
+@pytest.mark.parametrize("num_tokens", [None, 700])
+def test_finished_statistics(num_rows: int, num_tokens: int | None, entropy: bool) -> None:
+    statistics = torch.rand(4, num_rows) + torch.tensor([-3.0, 1.0, -4.0, -5.0])[:, None]
+    statistics[0, 1:2] = statistics[3, 1:2] = -torch.inf  # a row without a finite logit
+    statistics[1, 2:3], statistics[2, 2:3] = 1 + 2**-20, -(2**-15)  # one of a single large logit
+    rows = None if num_tokens is None else torch.randperm(num_tokens)[:num_rows].sort().values
+    result = statistics_module.finish_row_statistics(
+        statistics, rows, num_rows if num_tokens is None else num_tokens, entropy=entropy
+    )
+    truth = finish_statistics(statistics.double(), entropy, rows, num_tokens)
+    for found, true in zip(result, (truth.logprobs, truth.entropy, truth.logsumexp), strict=True):
+        assert (found is None) == (true is None)
+        if found is not None and true is not None:
+            torch.testing.assert_close(found.double(), true, rtol=3e-6, atol=1e-9)
 
 
 def assert_close(running: Tensor, truth: Tensor) -> None:

@@ -157,6 +157,13 @@ class HeadCall:
             else as_operand(low_rank_weight, self.operand_dtype),
         )
 
+    def with_operands(self) -> HeadCall:
+        """The same call with its tensors in the dtype of the operands."""
+        factors = (self.hidden_states, self.weight, self.low_rank_weight)
+        if all(each is None or each.dtype == self.operand_dtype for each in factors):
+            return self
+        return self.on(*self.tensors)
+
     def without_tensors(self) -> HeadCall:
         """The call without its differentiable tensors, which autograd saves itself."""
         empty = torch.empty(0, dtype=self.operand_dtype)
@@ -196,10 +203,3 @@ def as_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     return tensor.to(dtype, memory_format=torch.contiguous_format)
-
-
-def scatter_rows(values: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
-    """[..., T] with `values` [..., R] at `rows` and 0 elsewhere."""
-    if values.shape[-1] == num_tokens:
-        return values
-    return values.new_zeros(*values.shape[:-1], num_tokens).index_copy_(-1, rows, values)

@@ -29,8 +29,12 @@ def check_inputs(
     groups: ParallelGroups | None,
     rows: Tensor | None,
     options: CallOptions,
+    label_bound: int | None = None,
 ) -> HeadCall:
-    """The checked call of the arguments of `linear_logprobs`, with its errors."""
+    """The checked call of the arguments of `linear_logprobs`, with its errors.
+
+    Labels are not looked at where `label_bound`, a number above all of them, is known.
+    """
     groups = groups or ParallelGroups()
     _check_operands(operands, groups)
     hidden_states, weight = operands.hidden_states, operands.weight
@@ -45,7 +49,8 @@ def check_inputs(
             f" got {vocab_size}."
         )
     shards = group_size(groups.sp) if groups.tp is not None else 1
-    _check_labels(labels, hidden_states, hidden_states.shape[0] * shards, vocab_size)
+    _check_labels(labels, hidden_states, hidden_states.shape[0] * shards)
+    _check_label_values(labels, vocab_size, label_bound)
     _check_transform(transform, labels)
     if isinstance(transform.temperature, Tensor):
         # A wider temperature would widen the logits, tile by tile.
@@ -171,21 +176,25 @@ def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> 
         )
 
 
-def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int, vocab_size: int) -> None:
+def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int) -> None:
     if labels.dtype != torch.int64 or labels.shape != (num_tokens,):
         raise ValueError(
             f"`labels` must be int64 of shape [{num_tokens}] (one a hidden state), got"
             f" {labels.dtype} {list(labels.shape)}; labels are shifted before packing."
         )
     _check_device("labels", labels, "hidden_states", hidden_states)
+
+
+def _check_label_values(labels: Tensor, vocab_size: int, label_bound: int | None) -> None:
+    message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
+    remedy = "; is `vocab_size` that of the tokenizer?"
+    if label_bound is not None:
+        if label_bound > vocab_size:
+            raise ValueError(f"{message}, got {label_bound - 1}{remedy}")
+        return
     # Inside of the vocabulary, or -100: one of the two.
     valid = (labels.clamp(0, vocab_size - 1) == labels) ^ (labels == -100)
-    message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
-
-    def found() -> str:
-        return f", got {labels[~valid][0].item()}; is `vocab_size` that of the tokenizer?"
-
-    require_all(valid, message, found)
+    require_all(valid, message, lambda: f", got {labels[~valid][0].item()}", remedy)
 
 
 def _check_transform(transform: LogitTransform, labels: Tensor) -> None:

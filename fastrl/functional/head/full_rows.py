@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadCall, WeightPart, scatter_rows
+from fastrl.functional.head.call import HeadCall, WeightPart
 from fastrl.functional.head.main_grad import deliver_weight_gradient
 from fastrl.functional.head.matmul import add_matmul_, matmul
-from fastrl.functional.head.running import finite_or_zero
+from fastrl.functional.head.running import finite_or_zero, scatter_rows
 from fastrl.functional.head.sharding import (
     HiddenGradient,
     finish_weight_gradient,

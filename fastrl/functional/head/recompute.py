@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadCall, scatter_rows
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.deterministic import deterministic_statistics
 from fastrl.functional.head.main_grad import deliver_weight_gradient
 from fastrl.functional.head.matmul import add_matmul_
@@ -22,6 +22,7 @@ from fastrl.functional.head.running import (
     MAX,
     finish_statistics,
     new_running_statistics,
+    scatter_rows,
 )
 from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.head.sharding import (
@@ -32,9 +33,9 @@ from fastrl.functional.head.sharding import (
     rows_with_gradient,
 )
 from fastrl.functional.head.tile_ops import (
+    TileGradients,
     gradient_itemsize,
     keeps_no_logits,
-    tile_gradient,
     tile_statistics,
 )
 from fastrl.functional.head.tiling import (
@@ -54,7 +55,7 @@ def recompute_logprobs(
 ) -> TokenStatistics:
     """`linear_logprobs` of a call from `check_inputs`."""
     logprobs, entropy, logsumexp, is_argmax = _RecomputeLogprobs.apply(
-        *call.tensors, call.without_tensors(), gradient_rows
+        *call.tensors, call, gradient_rows
     )
     return TokenStatistics(
         logprobs, entropy if call.options.entropy else None, logsumexp, is_argmax=is_argmax
@@ -121,8 +122,8 @@ class _RecomputeLogprobs(torch.autograd.Function):
         call: HeadCall,
         gradient_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        ctx.call = call
-        call = call.on(hidden_states, weight, bias, low_rank_weight)
+        ctx.call = call.without_tensors()
+        call = call.with_operands()
         # What is gathered goes when its rows are taken.
         hidden = gather_hidden(call.hidden_states, call.groups)[call.rows]
         running = _running_statistics(call, hidden, call.rows)
@@ -131,8 +132,7 @@ class _RecomputeLogprobs(torch.autograd.Function):
             # The running maximum is the largest logit itself where no exponentials are kept.
             is_argmax = scatter_rows(running[LABEL] >= running[MAX], call.rows, call.num_tokens)
             ctx.mark_non_differentiable(is_argmax)
-        statistics = finish_statistics(running, call.options.entropy)
-        statistics = statistics.map(lambda value: scatter_rows(value, call.rows, call.num_tokens))
+        statistics = finish_statistics(running, call.options.entropy, call.rows, call.num_tokens)
         ctx.gradient_rows = call.rows if gradient_rows is None else gradient_rows
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -195,26 +195,31 @@ def recompute_backward(
     hidden = gather_hidden(call.hidden_states, call.groups)[rows]
     labels, transform = call.labels[rows], call.transform.rows(rows)
     num_rows, num_columns = rows.shape[0], call.weight.shape[0]
-    itemsize = gradient_itemsize(hidden, call.slab(0, min(num_columns, 1)))
+    any_slab = call.slab(0, min(num_columns, 1))
+    itemsize = gradient_itemsize(hidden, any_slab)
     tiling = recompute_tiling(num_rows, num_columns, itemsize, *call.options.bounds)
     grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
     grad_bias = torch.zeros_like(bias) if needs[2] and bias is not None else None
     parts = [slice(*span) for span in spans(num_rows, tiling.num_rows)]
     hidden_parts = [hidden[part] for part in parts]
     gradients_of = WeightGradients(call, hidden_parts, (needs[1], needs[3]))
-    # What all slabs take of a chunk of rows.
-    chunks = [
-        (statistics.map(itemgetter(part)), gradients.rows(part), transform.rows(part))
-        for part in parts
+    tile_gradients = [
+        TileGradients(
+            chunk,
+            any_slab,
+            labels[part],
+            statistics.map(itemgetter(part)),
+            gradients.rows(part),
+            transform.rows(part),
+        )
+        for chunk, part in zip(hidden_parts, parts, strict=True)
     ]
     for first, last in spans(num_columns, tiling.num_columns):
         slab, tile = call.slab(first, last), call.tile(first, last)
         gradients_of.begin(first, last)
         bias_sums: list[Tensor] = []
         for number, part in enumerate(parts):
-            grad_logits = tile_gradient(
-                hidden_parts[number], slab, labels[part], *chunks[number], tile
-            )
+            grad_logits = tile_gradients[number].of(slab, tile)
             if grad_hidden is not None:
                 add_matmul_(grad_hidden[part], grad_logits, slab)
             gradients_of.add(grad_logits, number)

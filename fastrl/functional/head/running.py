@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.kernels import can_run
 
 MAX, SUM_EXP, SUM_SHIFTED, LABEL = range(4)
 
@@ -34,10 +35,25 @@ def merge_running_statistics(
     return torch.stack([maximum, sum_exp.sum(0), shifted.sum(0), parts[:, LABEL].amax(0)])
 
 
-def finish_statistics(statistics: Tensor, entropy: bool) -> TokenStatistics:  # [4, R]
-    """Token statistics of running statistics that cover the whole vocabulary."""
+def finish_statistics(
+    statistics: Tensor,  # [4, R]
+    entropy: bool,
+    rows: Tensor | None = None,  # [R]
+    num_tokens: int | None = None,
+) -> TokenStatistics:
+    """Token statistics of running statistics that cover the whole vocabulary.
+
+    With `rows` those of `num_tokens` tokens, 0 at the others.
+    """
+    num_tokens = statistics.shape[1] if num_tokens is None else num_tokens
+    if can_run(statistics):
+        from fastrl.kernels.row_statistics import finish_row_statistics
+
+        return TokenStatistics(
+            *finish_row_statistics(statistics, rows, num_tokens, entropy=entropy)
+        )
     log_sum = statistics[SUM_EXP].log()
-    return TokenStatistics(
+    finished = TokenStatistics(
         # Not label - logsumexp: two large numbers would lose the digits of log_sum.
         logprobs=(statistics[LABEL] - finite_or_zero(statistics[MAX])) - log_sum,
         entropy=torch.addcdiv(log_sum, statistics[SUM_SHIFTED], statistics[SUM_EXP], value=-1)
@@ -45,6 +61,17 @@ def finish_statistics(statistics: Tensor, entropy: bool) -> TokenStatistics:  # 
         else None,
         logsumexp=statistics[MAX] + log_sum,
     )
+    if rows is None:
+        return finished
+    places = rows
+    return finished.map(lambda value: scatter_rows(value, places, num_tokens))
+
+
+def scatter_rows(values: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """[..., T] with `values` [..., R] at `rows` and 0 elsewhere."""
+    if values.shape[-1] == num_tokens:
+        return values
+    return values.new_zeros(*values.shape[:-1], num_tokens).index_copy_(-1, rows, values)
 
 
 def finite_or_zero(maximum: Tensor) -> Tensor:

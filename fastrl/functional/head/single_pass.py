@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
-from fastrl.functional.head.call import HeadCall, scatter_rows
+from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.deterministic import over_vocabulary
 from fastrl.functional.head.recompute import forward_statistics
-from fastrl.functional.head.running import finish_statistics, new_running_statistics
+from fastrl.functional.head.running import (
+    finish_statistics,
+    new_running_statistics,
+    scatter_rows,
+)
 from fastrl.functional.head.scaled_rows import scaled
 from fastrl.functional.head.sharding import HiddenGradient, finish_weight_gradient, gather_hidden
 from fastrl.functional.head.tile_ops import LogitsChunk
@@ -34,7 +38,8 @@ def single_pass(
     *,
     gradient_rows: Tensor,  # [G] subset of call.rows
     chunk_ends: Sequence[int],
-) -> tuple[Tensor, TokenStatistics]:
+    with_statistics: bool = True,
+) -> tuple[Tensor, TokenStatistics | None]:
     """Sum of `loss` over chunks of rows, and the detached statistics of `call.rows`.
 
     Args:
@@ -43,6 +48,7 @@ def single_pass(
         gradient_rows: rows that the loss is a function of; the others of `call.rows` have neither
             loss nor gradient, and only run a forward.
         chunk_ends: cumulative number of gradient rows at the end of each chunk (`chunk_rows`).
+        with_statistics: whether the statistics are part of the result.
 
     Returns:
         The scalar loss, whose backward multiplies the gradients formed here by the upstream
@@ -50,10 +56,10 @@ def single_pass(
     """
     assert call.low_rank_weight is None, "a low-rank part takes slabs of the weight"
     chunk_spans = list(zip([0, *chunk_ends[:-1]], chunk_ends, strict=True)) if chunk_ends else []
-    total, logprobs, entropy, logsumexp = _SinglePassLoss.apply(
-        *call.tensors[:3], call.without_tensors(), loss, gradient_rows, chunk_spans
+    total, *statistics = _SinglePassLoss.apply(
+        *call.tensors[:3], call, loss, gradient_rows, chunk_spans, with_statistics
     )
-    return total, TokenStatistics(logprobs, entropy, logsumexp)
+    return total, TokenStatistics(*statistics) if with_statistics else None
 
 
 class _SinglePassLoss(torch.autograd.Function):
@@ -70,18 +76,20 @@ class _SinglePassLoss(torch.autograd.Function):
         loss: ChunkLoss,
         gradient_rows: Tensor,
         chunk_spans: list[tuple[int, int]],
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        with_statistics: bool,
+    ) -> tuple[Tensor | None, ...]:
         ctx.main_grad = call.main_grad
-        call = call.on(hidden_states, weight, bias)
+        ctx.set_materialize_grads(False)  # those of the statistics
+        call = call.with_operands()
         run = _SinglePass(call, gradient_rows, ctx.needs_input_grad[:3], len(chunk_spans))
         for start, stop in chunk_spans:
             run.chunk(start, stop, loss)
         ctx.gradients = run.gradients()
+        if not with_statistics:
+            return (run.loss(),)
         statistics = run.all_statistics()
-        outputs = (statistics.logprobs, statistics.entropy, statistics.logsumexp)
-        ctx.set_materialize_grads(False)  # those of the statistics
-        ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
-        return run.loss(), *outputs
+        ctx.mark_non_differentiable(*statistics.vectors())
+        return run.loss(), statistics.logprobs, statistics.entropy, statistics.logsumexp
 
     @staticmethod
     @first_order
@@ -102,7 +110,7 @@ class _SinglePassLoss(torch.autograd.Function):
         if ctx.main_grad is not None and results[1] is not None:
             ctx.main_grad.add_(results[1])
             results[1] = None
-        return (*results, None, None, None, None)
+        return (*results, None, None, None, None, None)
 
 
 class _SinglePass:

@@ -6,6 +6,8 @@ followed by a row operation, in Triton where it runs (`can_run`), else in torch.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+
+if TYPE_CHECKING:
+    from fastrl.kernels.linear import LinearGradient
 
 
 def keeps_no_logits(hidden: Tensor, weight: Tensor) -> bool:
@@ -56,20 +61,40 @@ def tile_statistics(
     update_row_statistics(statistics, logits, labels, transform, tile, entropy=entropy)
 
 
-def tile_gradient(
-    hidden: Tensor,  # [R, D]
-    weight: Tensor,  # [S, D] rows of a tile of the vocabulary
-    labels: Tensor,  # [R]
-    statistics: TokenStatistics,  # of [R], over the whole vocabulary
-    gradients: RowGradients,  # of [R]
-    transform: LogitTransform,
-    tile: VocabularyTile,
-) -> Tensor:  # [R, S]
-    """Gradient of the products h W^T of a tile, ready to be an operand of a matrix product."""
-    if can_run_fused(hidden, weight):
-        return _fused_gradient(hidden, weight, labels, statistics, gradients, transform, tile)
-    logits = matmul(hidden, weight.t())
-    return row_gradient(logits, labels, statistics, gradients, transform, tile, hidden.dtype)
+class TileGradients:
+    """Gradients of the products h W^T of some rows, one tile of the vocabulary after the other."""
+
+    def __init__(
+        self,
+        hidden: Tensor,  # [R, D]
+        weight: Tensor,  # [1, D] of any tile
+        labels: Tensor,  # [R]
+        statistics: TokenStatistics,  # of [R], over the whole vocabulary
+        gradients: RowGradients,  # of [R]
+        transform: LogitTransform,
+    ) -> None:
+        self._hidden, self._labels, self._transform = hidden, labels, transform
+        self._statistics, self._gradients = statistics, gradients
+        self._fused: LinearGradient | None = None
+        if can_run_fused(hidden, weight):
+            from fastrl.kernels.linear import LinearGradient
+
+            lse, entropy = statistics.logsumexp, statistics.entropy
+            self._fused = LinearGradient(hidden, labels, lse, entropy, gradients, transform)
+
+    def of(
+        self,
+        weight: Tensor,  # [S, D] rows of a tile
+        tile: VocabularyTile,
+    ) -> Tensor:  # [R, S]
+        """The gradient of a tile, ready to be an operand of a matrix product."""
+        if self._fused is not None:
+            matrix = _new_operand(self._hidden, weight.shape[0], self._hidden.dtype)
+            self._fused(matrix, weight, tile)
+            return matrix
+        logits = matmul(self._hidden, weight.t())
+        rows = (self._labels, self._statistics, self._gradients, self._transform)
+        return row_gradient(logits, *rows, tile, self._hidden.dtype)
 
 
 class LogitsChunk:
@@ -134,9 +159,12 @@ class LogitsChunk:
             return ScaledRows(matrix, None)
         if gradients.entropy is not None and self._transform.softcap is not None:
             # log p cannot be recovered from what is stored: recompute the logits.
+            from fastrl.kernels.linear import linear_gradient
+
             operands = (self._hidden, self._weight, self._labels)
-            matrix = _fused_gradient(*operands, statistics, gradients, *where, out=self._logits)
-            return ScaledRows(matrix, None)
+            of_rows = (statistics.logsumexp, statistics.entropy)
+            linear_gradient(self._logits, *operands, *of_rows, gradients, *where)
+            return ScaledRows(self._logits, None)
         from fastrl.kernels.exponentials import finish_exponentials
 
         factors = finish_exponentials(
@@ -203,24 +231,6 @@ def _has_exponentials(hidden: Tensor, weight: Tensor) -> bool:
     """Whether `single_pass` keeps exponentials: fp16 has too few exponents for them."""
     is_wide = hidden.dtype == torch.bfloat16 or not hidden.is_cuda
     return is_wide and has_fused_layout(hidden, weight)
-
-
-def _fused_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    statistics: TokenStatistics,
-    gradients: RowGradients,
-    transform: LogitTransform,
-    tile: VocabularyTile,
-    out: Tensor | None = None,
-) -> Tensor:
-    from fastrl.kernels.linear import linear_gradient
-
-    matrix = _new_operand(hidden, weight.shape[0], hidden.dtype) if out is None else out
-    lse, entropy = statistics.logsumexp, statistics.entropy
-    linear_gradient(matrix, hidden, weight, labels, lse, entropy, gradients, transform, tile)
-    return matrix
 
 
 def _new_operand(hidden: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:

@@ -86,6 +86,11 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
     return torch.where(mask, values, 0)
 
 
+def at_labels(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
+    """`values` at the labels of the batch, and exactly 0 elsewhere as `masked`."""
+    return values if batch.all_labelled else masked(values, batch.labels != -100)
+
+
 def required(value: ValueT | None, name: str, loss: object, reason: str = "") -> ValueT:
     """`value`, a field of the batch that `loss` needs.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastrl.config.corrections import CorrectionConfig
 from fastrl.functional.kl import kl_estimate
-from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.base import at_labels
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import bounded_exp
 
@@ -22,10 +22,12 @@ def token_values(entry: CorrectionConfig, option: str, inputs: PolicyInputs) -> 
     policy = _logprobs(entry.policy, option, inputs)
     behaviour = _logprobs(entry.behaviour, option, inputs)
     if entry.statistic == "ratio":
-        return masked(policy - behaviour, inputs.mask)
+        return at_labels(policy - behaviour, inputs.batch)
     if entry.statistic == "probability_difference":
-        return (masked(policy, inputs.mask).exp() - masked(behaviour, inputs.mask).exp()).abs()
-    return kl_estimate(masked(behaviour - policy, inputs.mask), entry.statistic)
+        return (
+            at_labels(policy, inputs.batch).exp() - at_labels(behaviour, inputs.batch).exp()
+        ).abs()
+    return kl_estimate(at_labels(behaviour - policy, inputs.batch), entry.statistic)
 
 
 def _logprobs(policy: str, option: str, inputs: PolicyInputs) -> Tensor:  # [T]

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.config.losses import CrossEntropyLossConfig, ZLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, masked
+from fastrl.layers.losses.base import LanguageModelLoss, at_labels
 from fastrl.layers.losses.reduction import token_mean, token_metrics
 
 
@@ -35,7 +35,7 @@ class CrossEntropyLoss(LanguageModelLoss[CrossEntropyLossConfig]):
             assert statistics.mean_logit is not None
             uniform = statistics.logsumexp - statistics.mean_logit
             values = (1 - smoothing) * values + smoothing * uniform
-        return self.normalise(masked(values, batch.labels != -100), batch)
+        return self.normalise(at_labels(values, batch), batch)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class ZLoss(LanguageModelLoss[ZLossConfig]):
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         # Masked before the square, whose derivative would multiply 0 by a NaN or infinity.
-        logsumexp = masked(statistics.logsumexp, batch.labels != -100)
+        logsumexp = at_labels(statistics.logsumexp, batch)
         return self.normalise(logsumexp.square(), batch)
 
     @torch.no_grad()

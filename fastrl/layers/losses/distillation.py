@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, masked
+from fastrl.layers.losses.base import LanguageModelLoss, at_labels
 from fastrl.layers.losses.reduction import token_mean
 
 
@@ -25,7 +25,7 @@ class DistillationLoss(LanguageModelLoss[DistillationLossConfig]):
 
     def __call__(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:
         assert statistics.divergence is not None
-        return self.normalise(masked(statistics.divergence, batch.labels != -100), batch)
+        return self.normalise(at_labels(statistics.divergence, batch), batch)
 
     @torch.no_grad()
     def metrics(self, statistics: TokenStatistics, batch: BatchKwargs) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from fastrl.config.losses import DPOLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Scope, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, at_labels, masked, required
 from fastrl.layers.losses.pairs import check_pairs
 from fastrl.layers.losses.reduction import token_mean
 
@@ -63,7 +63,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
             values = (margins - 1 / (2 * config.beta)).square()
         else:
             values = relu(1 - config.beta * margins)
-        return self.normalise(masked(values, batch.labels != -100), batch)
+        return self.normalise(at_labels(values, batch), batch)
 
     def margins(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:  # [T]
         """The margin of each token's pair.
@@ -76,7 +76,7 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
         advantages = required(batch.advantages, "advantages", self)
         groups = required(batch.group_index, "group_index", self)
         is_chosen = advantages > 0
-        log_ratios = masked(statistics.logprobs - reference, mask)
+        log_ratios = at_labels(statistics.logprobs - reference, batch)
         label_counts = batch.label_counts.clamp(min=1)
         if self.config.log_ratio == "mean":
             log_ratios = log_ratios / label_counts

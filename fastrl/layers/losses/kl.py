@@ -7,7 +7,7 @@ from torch import Tensor
 from fastrl.config.advantages import KLInRewardConfig
 from fastrl.config.loss_options import HIGHEST_RATIO, KLConfig
 from fastrl.functional.kl import kl_estimate
-from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.base import at_labels
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import ratio_of_level
 
@@ -89,7 +89,7 @@ def kl_penalty(
     if config is None:
         return None
     reference = inputs.column("ref_logprobs", "kl")
-    differences = masked(inputs.statistics.logprobs - reference, inputs.mask)
+    differences = at_labels(inputs.statistics.logprobs - reference, inputs.batch)
     ratio = None
     if config.gradient == "ratio":
         ratio = ratio_of_level(config.ratio_level, inputs, sums)

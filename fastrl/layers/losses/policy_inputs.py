@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl.config.loss_options import OnPolicyDistillationConfig, RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import masked, required
+from fastrl.layers.losses.base import at_labels, required
 from fastrl.layers.losses.on_policy_distillation import teacher_advantages
 
 
@@ -61,7 +61,7 @@ def policy_inputs(
         ValueError: the batch lacks a column that the loss needs.
     """
     mask = batch.labels != -100
-    logprobs = masked(statistics.logprobs, mask)
+    logprobs = at_labels(statistics.logprobs, batch)
     if distillation is None or distillation.rewards:
         advantages = required(batch.advantages, "advantages", loss)
     else:
@@ -70,10 +70,10 @@ def policy_inputs(
         reason = " with `on_policy_distillation`"
         teacher = required(batch.ref_logprobs, "ref_logprobs", loss, reason)
         advantages = advantages + teacher_advantages(teacher, logprobs, distillation)
-    advantages = masked(advantages, mask)
+    advantages = at_labels(advantages, batch)
     if ratio_level == "none":
         log_ratios = torch.zeros_like(logprobs)
     else:
         old = required(batch.old_logprobs, "old_logprobs", loss)
-        log_ratios = masked(statistics.logprobs - old, mask)
+        log_ratios = at_labels(statistics.logprobs - old, batch)
     return PolicyInputs(loss, statistics, batch, mask, logprobs, log_ratios, advantages)

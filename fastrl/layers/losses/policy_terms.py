@@ -26,6 +26,7 @@ class PolicyTerms:
         kl: the penalty of each token, coefficient included; None without.
         kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
         corrections: the detached factor of each correction, by its option.
+        all_labelled: whether all slots are known to have a label.
     """
 
     mask: Tensor
@@ -38,6 +39,7 @@ class PolicyTerms:
     kl: Tensor | None
     kept_entropy: Tensor | None
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
+    all_labelled: bool = False
 
     def detached(self) -> PolicyTerms:
         """The terms without their graph."""
@@ -50,10 +52,9 @@ class PolicyTerms:
 
 def weighted(values: Tensor, terms: PolicyTerms) -> Tensor:  # [T]
     """`values` of a surrogate times the weights, 0 at dropped tokens, plus the KL penalty."""
-    mask = terms.mask
-    if terms.weights is not None:
-        mask = mask & (terms.weights != 0)
-        values = values * terms.weights
     # Selected, not multiplied by 0: a dropped token may have any value.
-    values = masked(values, mask)
+    if terms.weights is not None:
+        values = masked(values * terms.weights, terms.mask & (terms.weights != 0))
+    elif not terms.all_labelled:
+        values = masked(values, terms.mask)
     return values if terms.kl is None else values + terms.kl

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.metrics import EXTREME, wide, wide_dtype
-from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.base import at_labels
 from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 
 
@@ -53,7 +53,7 @@ def token_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T] -> []
 
 def document_mean(values: Tensor, batch: BatchKwargs) -> Tensor:  # [..., T] -> [...]
     """This part's share of the mean over documents of values that are one per document."""
-    total = document_total(masked(values, batch.labels != -100), batch)
+    total = document_total(at_labels(values, batch), batch)
     return total / at_least_one(batch.num_documents_in_batch)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.config.losses import SquaredLogRatioLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Scope, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, at_labels, required
 from fastrl.layers.losses.ratios import per_document
 from fastrl.layers.losses.reduction import token_metrics
 
@@ -46,9 +46,8 @@ class SquaredLogRatioLoss(LanguageModelLoss[SquaredLogRatioLossConfig]):
     def _log_ratios(self, statistics: TokenStatistics, batch: BatchKwargs) -> Tensor:  # [T]
         name = f"{self.config.behaviour}_logprobs"
         behaviour = required(getattr(batch, name), name, self)
-        mask = batch.labels != -100
-        log_ratios = masked(statistics.logprobs - behaviour, mask)
+        log_ratios = at_labels(statistics.logprobs - behaviour, batch)
         if self.config.level == "document":
             sums = per_document({"log_ratios": log_ratios}, batch, self.token_groups)
-            log_ratios = masked(sums["log_ratios"], mask)
+            log_ratios = at_labels(sums["log_ratios"], batch)
         return log_ratios

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.config.heads import ValueLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, at_labels, required
 from fastrl.layers.losses.reduction import token_metrics
 
 
@@ -39,22 +39,20 @@ class ValueLoss(LanguageModelLoss[ValueLossConfig]):
         `clip_fraction` is the share of values whose gradient the clip cuts off.
         """
         own, clipped = self._errors(statistics, batch)
-        mask = batch.labels != -100
-        returns = masked(required(batch.returns, "returns", self), mask)
-        values = masked(_values(statistics), mask)
+        returns = at_labels(required(batch.returns, "returns", self), batch)
+        values = at_labels(_values(statistics), batch)
         means = {} if self.config.epsilon is None else {"clip_fraction": clipped > own}
         moments = {"value": values, "return": returns, "return_error": returns - values}
         return {"loss": self(statistics, batch), **token_metrics(means, moments, batch)}
 
     def _errors(self, statistics: TokenStatistics, batch: BatchKwargs) -> tuple[Tensor, Tensor]:
         """Squared errors of the values and of the clipped ones, 0 without label."""
-        mask = batch.labels != -100
-        values = masked(_values(statistics), mask)
-        returns = masked(required(batch.returns, "returns", self), mask)
+        values = at_labels(_values(statistics), batch)
+        returns = at_labels(required(batch.returns, "returns", self), batch)
         own = (values - returns).square()
         if self.config.epsilon is None:
             return own, own
-        old = masked(required(batch.values, "values", self), mask)
+        old = at_labels(required(batch.values, "values", self), batch)
         clipped = values.clamp(old - self.config.epsilon, old + self.config.epsilon)
         return own, (clipped - returns).square()
 
