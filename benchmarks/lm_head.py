@@ -3,7 +3,8 @@
     python -m benchmarks.lm_head --shape llama3-8b --passes fwd,fwdbwd --json results.json
 
 Every implementation passes a gate on its gradients before it is timed; one that does not run is
-listed with the reason. The floor is the matrix products alone on the operands of the same case.
+listed with the reason. `tflops` counts the products that it executes, over the rows that it
+takes; the floor is the matrix products alone on the operands of the same case.
 """
 
 from __future__ import annotations
@@ -38,16 +39,32 @@ from benchmarks.measure import (
 )
 from benchmarks.ours import OURS, gspo
 from benchmarks.peers import PEERS, Implementation, NotRun
+from benchmarks.products import Products, number_of_rows, operations
 
 # bf16 logits alone cost 6e-2.
 GATE = 0.15
 
+# The products alone, over the rows of the case.
+FLOORS = {
+    "fwd": {
+        "floor all": Products("all", "f"),
+        "floor active": Products("active", "f"),
+        "floor labelled": Products("labelled", "f"),
+    },
+    "fwdbwd": {
+        "floor all": Products("all", "fhw"),
+        "floor active": Products("active", "fhw"),
+        "floor recompute active": Products("active", "ffhw"),
+    },
+}
+
 
 @dataclass
 class Entry:
-    """An implementation on a case: the step to time, and its row of results."""
+    """An implementation on a case: the step to time, its products, and its row of results."""
 
     step: Step
+    products: tuple[Products, ...] | None
     row: dict[str, Any]
 
 
@@ -77,20 +94,24 @@ def run_shape(
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of a shape, one kind of pass after the other."""
     case = make_case(SHAPES[name], device)
-    truths = {
-        "grpo": make_truth(case, case.grpo),
-        # The floors' operands are those of GRPO.
-        "gspo": make_truth(case, gspo(case), most_rows=0),
-    }
     chosen = [
         implementation
         for implementation in (*OURS, *PEERS)
         if options.impl == "all"
         or any(implementation.name.startswith(name) for name in options.impl.split(","))
     ]
+    truths = make_truths(case, {implementation.objective for implementation in chosen})
     for passes in options.passes.split(","):
         yield run_passes(case, truths, chosen, passes, options)
         gc.collect()
+
+
+def make_truths(case: Case, objectives: set[str]) -> dict[str, Truth]:
+    """By objective; always GRPO's, whose gradient of logits is the floors' operand."""
+    truths = {"grpo": make_truth(case, case.grpo)}
+    if "gspo" in objectives:
+        truths["gspo"] = make_truth(case, gspo(case), most_rows=0)
+    return truths
 
 
 def run_passes(
@@ -119,13 +140,16 @@ def run_passes(
             row["reason"] = f"{type(error).__name__}: {str(error)[:300]}"
             gc.collect()
             continue
-        entries[f"{implementation.name} ({implementation.strategy})"] = Entry(step, row)
+        entries[f"{implementation.name} ({implementation.strategy})"] = Entry(
+            step, implementation.executed(passes), row
+        )
     steps = {name: entry.step for name, entry in entries.items()} | floors(
         case, truths["grpo"], passes
     )
     times = time_interleaved(steps, options.repeats, options.warmup)
     for name, entry in entries.items():
         entry.row.update(summary(times[name]))
+        entry.row["tflops"] = rate(case, entry.products, entry.row["time_ms"])
     medians = {name: summary(times[name])["time_ms"] for name in steps if name not in entries}
     for row in rows:
         row["floor_ms"] = medians["floor all"]
@@ -139,11 +163,10 @@ def run_passes(
 def new_row(case: Case, implementation: Implementation, passes: str) -> dict[str, Any]:
     """What is known before anything runs."""
     shape = case.shape
-    loss = "gspo" if "GSPO" in implementation.name else "grpo"
     return {
         "implementation": implementation.name,
         "strategy": implementation.strategy if passes == "fwdbwd" else "forward",
-        "loss": loss if passes == "fwdbwd" else "logprobs",
+        "loss": implementation.objective if passes == "fwdbwd" else "logprobs",
         "shape_name": shape.name,
         "shape": [shape.num_tokens, shape.hidden_size, shape.vocab_size],
         "dtype": str(shape.dtype).removeprefix("torch."),
@@ -202,19 +225,17 @@ def check_logprobs(case: Case, logprobs: Tensor, row: dict[str, Any]) -> None:
 
 def floors(case: Case, truth: Truth, passes: str) -> dict[str, Step]:
     """The products alone, on all tokens and on those that must be touched."""
-    tokens, labelled = case.shape.num_tokens, len(case.labelled)
-    active = len(case.active)
-    if passes == "fwd":
-        return {
-            "floor all": floor_steps(case, truth, tokens, "f"),
-            "floor active": floor_steps(case, truth, active, "f"),
-            "floor labelled": floor_steps(case, truth, labelled, "f"),
-        }
     return {
-        "floor all": floor_steps(case, truth, tokens, "fhw"),
-        "floor active": floor_steps(case, truth, active, "fhw"),
-        "floor recompute active": floor_steps(case, truth, active, "ffhw"),
+        name: floor_steps(case, truth, number_of_rows(case, products.rows), products.kinds)
+        for name, products in FLOORS[passes].items()
     }
+
+
+def rate(case: Case, products: tuple[Products, ...] | None, milliseconds: float) -> float | None:
+    """TFLOP/s of the products that were executed; None where they are not known."""
+    if products is None:
+        return None
+    return round(operations(case, products) / milliseconds / 1e9, 4)
 
 
 def show(case: Case, passes: str, rows: list[dict[str, Any]]) -> None:
@@ -233,10 +254,11 @@ def show(case: Case, passes: str, rows: list[dict[str, Any]]) -> None:
         if row["strategy"] == "recompute" and row["implementation"].startswith("fastrl"):
             base = row["floor_recompute_active_ms"]
         errors = [row.get(f"error_{k}") for k in ("grad_hidden", "grad_weight", "logprobs")]
-        peak = row["peak_bytes_over_inputs"]
+        peak, tflops = row["peak_bytes_over_inputs"], row["tflops"]
         print(
             f"  {row['implementation']:32s} {row['strategy']:12s} {row['time_ms']:8.2f} ms"
             f" [{row['time_p20_ms']:.2f} {row['time_p80_ms']:.2f}] x{row['time_ms'] / base:.3f}"
+            f" {'-' if tflops is None else f'{tflops:.0f}'} TFLOP/s"
             f" peak {-1 if peak is None else peak / 2**30:.3f} GiB errors "
             + " ".join("-" if e is None else f"{e:.2e}" for e in errors),
             flush=True,

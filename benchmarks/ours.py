@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import EPSILON, Case
-from benchmarks.peers import Implementation, Loss
+from benchmarks.peers import ONCE, TWICE, Implementation, Loss
+from benchmarks.products import Products
 from fastrl.config import GSPOLossConfig
 from fastrl.config.losses import LanguageModelHeadConfig
 from fastrl.functional.statistics import TokenStatistics
@@ -89,26 +90,36 @@ def evaluation(case: Case, deterministic: bool = False) -> Callable[[], Tensor]:
     return run
 
 
+def head(
+    name: str,
+    strategy: str,
+    loss: Callable[[Case], Loss],
+    logprobs: Callable[[Case], Callable[[], Tensor]] | None = None,
+    **options: Any,
+) -> Implementation:
+    """The head as a row of the results, with the products of its fused kernels."""
+    products = ONCE["active"] if strategy == "single_pass" else TWICE["active"]
+    options = {"products": products, "forward_rows": "labelled", **options}
+    return Implementation(name, strategy, loss, logprobs, fp32_logits=True, **options)
+
+
 OURS = (
-    Implementation("fastrl", "single_pass", training("single_pass", GRPO), evaluation, True),
-    Implementation("fastrl", "recompute", training("recompute", GRPO), None, True),
-    Implementation(
-        "fastrl, metrics", "single_pass", training("single_pass", GRPO, True), None, True
+    head("fastrl", "single_pass", training("single_pass", GRPO), evaluation),
+    head("fastrl", "recompute", training("recompute", GRPO)),
+    head(
+        "fastrl, metrics",
+        "single_pass",
+        training("single_pass", GRPO, True),
+        # Metrics are those of all labelled rows.
+        products=(Products("labelled", "f"), Products("active", "hw")),
     ),
-    Implementation(
+    head(
         "fastrl, deterministic",
         "single_pass",
         training("single_pass", GRPO, deterministic=True),
         partial(evaluation, deterministic=True),
-        True,
     ),
-    Implementation(
-        "fastrl, deterministic",
-        "recompute",
-        training("recompute", GRPO, deterministic=True),
-        None,
-        True,
-    ),
-    Implementation("fastrl GSPO", "recompute", training("recompute", GSPO), None, True),
-    Implementation("fastrl GSPO", "single_pass", training("single_pass", GSPO), None, True),
+    head("fastrl, deterministic", "recompute", training("recompute", GRPO, deterministic=True)),
+    head("fastrl GSPO", "recompute", training("recompute", GSPO), objective="gspo"),
+    head("fastrl GSPO", "single_pass", training("single_pass", GSPO), objective="gspo"),
 )

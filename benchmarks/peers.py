@@ -10,16 +10,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Case
+from benchmarks.products import Products, Rows
 
 # Per-token log-probabilities [T] from hidden states and weight; 0 or anything without label.
 Logprobs = Callable[[Tensor, Tensor], Tensor]
-# The GRPO loss from hidden states and weight.
+# The loss from hidden states and weight.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -37,6 +39,9 @@ class Implementation:
         loss: builds the loss of a case, or raises `NotRun`.
         logprobs: builds the forward without gradient, None if it has none.
         fp32_logits: whether its log-probabilities are meant to be those of fp32 logits.
+        objective: the loss that it computes and is held to: `grpo` or `gspo`.
+        products: the products it executes for loss and gradients; None where nobody knows.
+        forward_rows: the rows of the one product of its forward without gradient.
     """
 
     name: str
@@ -44,6 +49,13 @@ class Implementation:
     loss: Callable[[Case], Loss] | None
     logprobs: Callable[[Case], Callable[[], Tensor]] | None = None
     fp32_logits: bool = False
+    objective: str = "grpo"
+    products: tuple[Products, ...] | None = None
+    forward_rows: Rows = "all"
+
+    def executed(self, passes: str) -> tuple[Products, ...] | None:
+        """The products of a pass, `fwd` or `fwdbwd`."""
+        return (Products(self.forward_rows, "f"),) if passes == "fwd" else self.products
 
 
 def from_logprobs(build: Callable[[Case], Logprobs]) -> Callable[[Case], Loss]:
@@ -253,38 +265,65 @@ def _stub(name: str) -> types.ModuleType:
     return module
 
 
+# Logits made once, kept or turned into gradients at once; logits made again for the gradients.
+ONCE = {rows: (Products(rows, "fhw"),) for rows in get_args(Rows)}
+TWICE = {rows: (Products(rows, "ffhw"),) for rows in get_args(Rows)}
+
 PEERS = (
     Implementation(
-        "torch eager", "logits", from_logprobs(torch_eager), without_gradient(torch_eager)
+        "torch eager",
+        "logits",
+        from_logprobs(torch_eager),
+        without_gradient(torch_eager),
+        products=ONCE["all"],
     ),
     Implementation("torch fp32 logits", "logits", None, without_gradient(torch_fp32_logits)),
     Implementation(
-        "torch.compile", "logits", from_logprobs(torch_compiled), without_gradient(torch_compiled)
+        "torch.compile",
+        "logits",
+        from_logprobs(torch_compiled),
+        without_gradient(torch_compiled),
+        products=ONCE["all"],
     ),
     Implementation(
         "torch F.linear_cross_entropy", "chunks", from_logprobs(torch_linear_cross_entropy)
     ),
     Implementation(
-        "TRL ChunkedLogProb", "recompute", from_logprobs(trl_chunked), without_gradient(trl_chunked)
+        "TRL ChunkedLogProb",
+        "recompute",
+        from_logprobs(trl_chunked),
+        without_gradient(trl_chunked),
+        products=TWICE["labelled"],
+        forward_rows="labelled",
     ),
-    Implementation("Liger fused linear GRPO", "chunks", liger_grpo),
+    # Its chunks make their logits a second time for their gradients.
+    Implementation("Liger fused linear GRPO", "chunks", liger_grpo, products=TWICE["all"]),
     Implementation(
         "Liger FLSCE",
         "recompute",
         from_logprobs(liger_scaled_cross_entropy),
         without_gradient(liger_scaled_cross_entropy),
+        products=TWICE["all"],
     ),
+    # What the filter leaves out depends on the logits.
     Implementation(
         "Apple CCE",
         "recompute, filtered",
         from_logprobs(apple_cce("auto")),
         without_gradient(apple_cce("auto")),
+        forward_rows="labelled",
     ),
-    Implementation("Apple CCE exact", "recompute", from_logprobs(apple_cce(None))),
+    Implementation(
+        "Apple CCE exact",
+        "recompute",
+        from_logprobs(apple_cce(None)),
+        products=TWICE["labelled"],
+    ),
     Implementation(
         "verl linear cross-entropy",
         "recompute",
         from_logprobs(verl_kernel),
         without_gradient(verl_kernel),
+        products=TWICE["all"],
     ),
 )

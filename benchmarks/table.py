@@ -384,6 +384,9 @@ def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
         errors = [("error_logprobs", "mean error of log-prob")]
     header = ["implementation", "ms", f"x floor ({base_name}, {base:.1f} ms)", "peak GiB"]
     header += [title for _, title in errors]
+    # Results of before it was counted have none.
+    with_rate = any("tflops" in row for row in rows)
+    header[2:2] = ["TFLOP/s"] if with_rate else []
     lines = [header]
     timed = sorted((row for row in rows if "time_ms" in row), key=lambda row: row["time_ms"])
     for row in timed:
@@ -394,6 +397,7 @@ def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
             over_floor(row, base),
             "" if peak is None else f"{peak / 2**30:.2f}",
         ]
+        cells[2:2] = [rate(row)] if with_rate else []
         lines.append([*cells, *(number(row.get(key)) for key, _ in errors)])
     missing = [row for row in rows if "time_ms" not in row]
     reasons = "".join(f"\n- {row['implementation']}: {row.get('reason')}" for row in missing)
@@ -406,6 +410,12 @@ def over_floor(row: dict[str, Any], base: float) -> str:
     if row["strategy"] == "recompute" and row["implementation"].startswith("fastrl"):
         ratio += f" ({row['time_ms'] / row['floor_recompute_active_ms']:.2f} of 4 products)"
     return ratio
+
+
+def rate(row: dict[str, Any]) -> str:
+    """TFLOP/s of the products that were executed; nothing where they are not known."""
+    tflops = row.get("tflops")
+    return "" if tflops is None else f"{tflops:.0f}"
 
 
 def number(value: float | None) -> str:

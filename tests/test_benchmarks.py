@@ -10,6 +10,9 @@ import pytest
 
 from benchmarks import checkpoint, host_time, lm_head, replay, sampler, table
 from benchmarks.cases import SHAPES, make_case
+from benchmarks.ours import OURS
+from benchmarks.peers import PEERS
+from benchmarks.products import Products, operations
 
 KEYS = {
     "implementation", "strategy", "loss", "shape", "rows_labelled", "rows_active", "passes",
@@ -46,6 +49,38 @@ def test_a_tiny_run(
     text = table.with_tables("a\n<!-- benchmark tiny -->\nold\n<!-- end -->\nb\n")
     assert "fastrl (single_pass)" in text
     assert "old" not in text
+    single_pass = next(row for row in timed if row["implementation"] == "fastrl")
+    assert "| implementation | ms | TFLOP/s | x floor" in text
+    assert f"| {single_pass['time_ms']:.1f} | {single_pass['tflops']:.0f} |" in text
+
+
+def test_the_rate_counts_the_products_that_are_executed() -> None:
+    case = make_case(SHAPES["tiny"], "cpu")
+    labelled, active = 90, 66
+    for passes, expected in (
+        (
+            "fwdbwd",
+            {
+                ("fastrl", "single_pass"): 3 * active,
+                ("fastrl", "recompute"): 4 * active,
+                ("fastrl, metrics", "single_pass"): labelled + 2 * active,
+                ("fastrl GSPO", "recompute"): 4 * active,
+                ("torch eager", "logits"): 3 * 128,
+                ("TRL ChunkedLogProb", "recompute"): 4 * labelled,
+                ("Liger FLSCE", "recompute"): 4 * 128,
+                ("Apple CCE", "recompute, filtered"): None,
+            },
+        ),
+        ("fwd", {("fastrl", "single_pass"): labelled, ("torch eager", "logits"): 128}),
+    ):
+        for each in (*OURS, *PEERS):
+            key, products = (each.name, each.strategy), each.executed(passes)
+            if key in expected:
+                rows = None if products is None else operations(case, products) / (2 * 64 * 1000)
+                assert rows == expected.pop(key), key
+        assert not expected
+    assert lm_head.rate(case, (Products("active", "fhw"),), 1e-3) == pytest.approx(25.344)
+    assert lm_head.rate(case, None, 1.0) is None
 
 
 def test_a_checkpoint_of_a_tiny_model(
