@@ -111,6 +111,10 @@ class Case:
         weight = (self.labels != -100).to(losses.dtype)
         return (losses * weight).sum() / len(self.labelled)
 
+    def cross_entropy(self, logprobs: Tensor) -> Tensor:
+        """The mean over the labels, for heads that take no gradient of single log-probabilities."""
+        return -torch.where(self.labels == -100, 0, logprobs).sum() / len(self.labelled)
+
 
 def clipped_losses(log_ratios: Tensor, advantages: Tensor) -> Tensor:
     """-min(r A, clip(r) A) of each label, r the ratio of the policy to the old one."""
@@ -215,20 +219,26 @@ class Truth:
     loss: Tensor
     grad_hidden: Tensor  # [T, D] fp32
     grad_weight: Tensor  # [V, D] fp32
-    grad_logits: Tensor  # [up to G, V] of active rows, in the case's dtype
+    grad_logits: Tensor  # [up to G, V] of rows with gradient, in the case's dtype
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def make_truth(case: Case, loss_of: Callable[[Tensor], Tensor], most_rows: int = 9000) -> Truth:
-    """fp32 all the way, a chunk of active rows at a time.
+def make_truth(
+    case: Case,
+    loss_of: Callable[[Tensor], Tensor],
+    most_rows: int = 9000,
+    rows: Tensor | None = None,
+) -> Truth:
+    """fp32 all the way, a chunk of rows at a time.
 
     Args:
         case: whose.
         loss_of: the loss of all tokens' log-probabilities [T].
-        most_rows: keep the gradient of the logits, the floor's operand, of no more active rows.
+        most_rows: keep the gradient of the logits, the floor's operand, of no more rows.
+        rows: those with gradient; without, the active ones.
     """
     all_logprobs = reference_logprobs(case).requires_grad_()
     loss = loss_of(all_logprobs)
@@ -237,7 +247,7 @@ def make_truth(case: Case, loss_of: Callable[[Tensor], Tensor], most_rows: int =
     weight = case.weight.detach().float()
     grad_hidden = torch.zeros(case.hidden_states.shape, device=device)
     grad_weight = torch.zeros_like(weight)
-    rows = case.active
+    rows = case.active if rows is None else rows
     num_kept = min(len(rows), most_rows)
     kept = torch.empty(num_kept, shape.vocab_size, dtype=shape.dtype, device=device)
     for start in range(0, len(rows), 512):

@@ -111,6 +111,10 @@ def make_truths(case: Case, objectives: set[str]) -> dict[str, Truth]:
     truths = {"grpo": make_truth(case, case.grpo)}
     if "gspo" in objectives:
         truths["gspo"] = make_truth(case, gspo(case), most_rows=0)
+    if "cross_entropy" in objectives:
+        truths["cross_entropy"] = make_truth(
+            case, case.cross_entropy, most_rows=0, rows=case.labelled
+        )
     return truths
 
 

@@ -39,7 +39,7 @@ class Implementation:
         loss: builds the loss of a case, or raises `NotRun`.
         logprobs: builds the forward without gradient, None if it has none.
         fp32_logits: whether its log-probabilities are meant to be those of fp32 logits.
-        objective: the loss that it computes and is held to: `grpo` or `gspo`.
+        objective: the loss that it computes and is held to: `grpo`, `gspo` or `cross_entropy`.
         products: the products it executes for loss and gradients; None where nobody knows.
         forward_rows: the rows of the one product of its forward without gradient.
     """
@@ -201,6 +201,47 @@ def liger_scaled_cross_entropy(case: Case) -> Logprobs:
     return logprobs
 
 
+def quack_logits(case: Case) -> Logprobs:
+    """quack's cross-entropy kernels on whole bf16 logits, whose gradient takes their place."""
+    function = _quack(case, "quack.linear_cross_entropy").linear_cross_entropy_func
+    labels = case.labels
+    return lambda hidden, weight: (
+        -function(hidden, weight, None, labels, reduction="none", inplace_backward=True)
+    )
+
+
+def quack_cross_entropy(case: Case) -> Loss:
+    """quack's chunked linear cross-entropy, in its default chunks: the mean over the labels.
+
+    It makes its gradients in the forward and scales them by one number in the backward, so it
+    gives neither log-probabilities with a gradient nor another loss than this.
+    """
+    function = _quack(case, "quack.linear_cross_entropy").chunked_linear_cross_entropy
+    labels = case.labels
+    return lambda hidden, weight: function(hidden, weight, labels)
+
+
+def quack_forward(case: Case) -> Callable[[], Tensor]:
+    """The rows that quack's chunked linear cross-entropy sums up where there is no gradient."""
+    epilogue = _quack(case, "quack.epilogue.library").lse_target_epi
+    hidden, weight = case.hidden_states.detach(), case.weight.detach()
+    mask, labels = case.labels != -100, case.labels
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        out = epilogue(hidden, weight.mT, store_d=False, target=labels, tuned=False)
+        return torch.where(mask, out["target_logit"] - out["lse"], 0)
+
+    return run
+
+
+def _quack(case: Case, module: str) -> types.ModuleType:
+    _require("quack")
+    if case.shape.softcap is not None:
+        raise NotRun("no softcap")
+    return importlib.import_module(module)
+
+
 def apple_cce(filter_eps: str | None) -> Callable[[Case], Logprobs]:
     """Apple's cut cross-entropy, with its default gradient filter or none."""
 
@@ -304,6 +345,17 @@ PEERS = (
         from_logprobs(liger_scaled_cross_entropy),
         without_gradient(liger_scaled_cross_entropy),
         products=TWICE["all"],
+    ),
+    Implementation(
+        "quack linear cross-entropy", "logits", from_logprobs(quack_logits), products=ONCE["all"]
+    ),
+    Implementation(
+        "quack chunked cross-entropy, not GRPO",
+        "chunks",
+        quack_cross_entropy,
+        quack_forward,
+        objective="cross_entropy",
+        products=ONCE["all"],
     ),
     # What the filter leaves out depends on the logits.
     Implementation(

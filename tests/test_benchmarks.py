@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from benchmarks import checkpoint, host_time, lm_head, replay, sampler, table
 from benchmarks.cases import SHAPES, make_case
@@ -68,6 +70,7 @@ def test_the_rate_counts_the_products_that_are_executed() -> None:
                 ("torch eager", "logits"): 3 * 128,
                 ("TRL ChunkedLogProb", "recompute"): 4 * labelled,
                 ("Liger FLSCE", "recompute"): 4 * 128,
+                ("quack chunked cross-entropy, not GRPO", "chunks"): 3 * 128,
                 ("Apple CCE", "recompute, filtered"): None,
             },
         ),
@@ -81,6 +84,16 @@ def test_the_rate_counts_the_products_that_are_executed() -> None:
         assert not expected
     assert lm_head.rate(case, (Products("active", "fhw"),), 1e-3) == pytest.approx(25.344)
     assert lm_head.rate(case, None, 1.0) is None
+
+
+def test_cross_entropy_is_held_to_torch() -> None:
+    case = make_case(replace(SHAPES["tiny"], dtype=torch.float32), "cpu")
+    truth = lm_head.make_truths(case, {"cross_entropy"})["cross_entropy"]
+    loss = F.cross_entropy(case.hidden_states @ case.weight.t(), case.labels)
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (case.hidden_states, case.weight))
+    torch.testing.assert_close(truth.loss, loss.detach())
+    torch.testing.assert_close(truth.grad_hidden, grad_hidden)
+    torch.testing.assert_close(truth.grad_weight, grad_weight)
 
 
 def test_a_checkpoint_of_a_tiny_model(
