@@ -25,6 +25,11 @@ from tests.helpers.bit_layouts import Hashes, Layout, Problem, statistics_of
 from tests.helpers.head_cases import CASES, HeadCase
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+# Of several parts, where those of other tests have one: the last one short; one without a logit.
+SEVERAL_PARTS = [
+    HeadCase("several_parts", vocab_size=1300, temperature="per token", softcap=4.0),
+    HeadCase("an_absent_part", vocab_size=700, impossible=tuple(range(256, 512)), spread=3.0),
+]
 
 
 def hashes_of(dtype: torch.dtype, number: int = 10, deterministic: bool = True) -> Hashes:
@@ -68,7 +73,7 @@ def test_each_part_is_needed(
     assert len(hashes_of(torch.float32, 12).found) > 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *SEVERAL_PARTS], ids=lambda case: case.name)
 def test_values_and_gradients_are_those_of_the_definition(case: HeadCase) -> None:
     tensors = case.tensors()
     found = linear_logprobs(
@@ -200,6 +205,12 @@ def test_shards_that_cut_a_block_are_refused_with_the_remedy(
     groups = ParallelGroups(tp=object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"1000 rows over 3 ranks; pad the weight to 1536 rows"):
         LanguageModelHead(LanguageModelHeadConfig.model_validate(sizes), groups)
+    checks = "fastrl.functional.head.checks"
+    monkeypatch.setattr(f"{checks}.group_size", lambda group: 1 if group is None else 3)
+    monkeypatch.setattr(f"{checks}.group_rank", lambda group: 0)
+    operands = (torch.randn(3, 8), torch.randn(334, 8), torch.tensor([1, 2, -100]))
+    with pytest.raises(ValueError, match=r"1000 rows over 3 ranks; pad the weight to 1536 rows"):
+        linear_logprobs(*operands, weight_rows=1000, groups=groups, deterministic=True)
     sizes["padded_vocab_size"] = 1536
     assert (
         len(LanguageModelHead(LanguageModelHeadConfig.model_validate(sizes), groups).weight) == 512
