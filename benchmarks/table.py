@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ PAGES = [
     )
 ]
 KINDS = "benchmark|lengths|scaling|memory|slabs|frameworks|trl|update|bars|sampler|replay"
+# Of a table, header included, from the rows of a file.
+Lines = Callable[[list[dict[str, Any]]], list[list[str]]]
 MARKED = re.compile(rf"(<!-- ({KINDS}) ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -61,14 +64,12 @@ def with_tables(text: str) -> str:
         "benchmark": benchmark_table,
         "lengths": lengths_table,
         "scaling": speedup_table,
-        "memory": memory_section,
-        "slabs": slabs_section,
         "frameworks": frameworks_tables,
         "trl": trl_table,
         "update": update_table,
         "sampler": sampler_section,
         "bars": bars_table,
-        "replay": replay_section,
+        **{kind: partial(section, *parts) for kind, parts in SECTIONS.items()},
     }
     return MARKED.sub(lambda match: match[1] + tables[match[2]](match[3]) + match[4], text)
 
@@ -211,7 +212,7 @@ def sampler_section(name: str) -> str:
 def bars_table(name: str) -> str:
     """What an update is held to, with the kernels of each row that has some."""
     rows = read(name)
-    lines = [["what", "attention", "value", "at least", "aim", "ms of kernels", "GPU idle"]]
+    lines = [["what", "attention", "value", "asked", "aim", "ms of kernels", "GPU idle"]]
     for row in rows:
         kernels = list((row.get("kernels_ms") or {}).values())
         first = kernels[0] if kernels else {}
@@ -244,16 +245,6 @@ def speedup_table(name: str) -> str:
     return f"{results['ranks']} GPUs, {results['shape']}. {origin}\n\n{markdown(lines)}"
 
 
-def memory_section(name: str) -> str:
-    """Predicted and measured peaks of memory."""
-    text = (
-        "The peak of the head above its inputs, gradients included, and of a training step with"
-        " parameters and optimizer\nstates: as `fastrl estimate` predicts it, and by"
-        " `torch.cuda.max_memory_allocated`."
-    )
-    return section(name, "Memory, predicted and measured", text, memory_lines)
-
-
 def memory_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Of the table."""
     header = ["case", "tokens", "peak in the", "predicted GiB", "measured GiB", "ratio"]
@@ -273,15 +264,6 @@ def memory_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def slabs_section(name: str) -> str:
-    """The widths of `recompute`'s slabs."""
-    text = (
-        "Forward and backward of GRPO with `recompute`: slabs of full blocks of columns, which the"
-        " head takes, against\nslabs of even widths."
-    )
-    return section(name, "Widths of slabs", text, slabs_lines)
-
-
 def slabs_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Of the table."""
     return [
@@ -296,16 +278,6 @@ def slabs_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
             for row in rows
         ),
     ]
-
-
-def replay_section(name: str) -> str:
-    """Recorded sampling sets."""
-    text = (
-        "The head over [recorded sampling sets](losses.md#recorded-sampling-sets): loss and"
-        " gradients of GRPO, and\nlog-probabilities alone, over the products h W^T, dz W and dz^T h"
-        " of as many rows of whole logits. Peak: above both\ngradients. Errors: against float64."
-    )
-    return section(name, "Recorded sampling sets", text, replay_lines)
 
 
 def replay_lines(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -342,14 +314,37 @@ def frameworks_tables(name: str) -> str:
     return f"{provenance(results, name)}\n\n{sections(results)}\n"
 
 
-def section(
-    name: str, title: str, text: str, lines: Callable[[list[dict[str, Any]]], list[list[str]]]
-) -> str:
+def section(title: str, text: str, lines: Lines, name: str) -> str:
     """A heading, a text and a table; nothing as long as nobody has measured."""
     if not (RESULTS / f"{name}.json").exists():
         return ""
     rows = read(name)
     return f"## {title}\n\n{text} {provenance(rows[0], name)}\n\n{markdown(lines(rows))}"
+
+
+SECTIONS: dict[str, tuple[str, str, Lines]] = {
+    "memory": (
+        "Memory, predicted and measured",
+        "The peak of the head above its inputs, gradients included, and of a training step with"
+        " parameters and optimizer\nstates: as `fastrl estimate` predicts it, and by"
+        " `torch.cuda.max_memory_allocated`.",
+        memory_lines,
+    ),
+    "slabs": (
+        "Widths of slabs",
+        "Forward and backward of GRPO with `recompute`: slabs of full blocks of columns, which the"
+        " head takes, against\nslabs of even widths.",
+        slabs_lines,
+    ),
+    "replay": (
+        "Recorded sampling sets",
+        "The head over [recorded sampling sets](losses.md#recorded-sampling-sets): loss and"
+        " gradients of GRPO, and\nlog-probabilities alone, over the products h W^T, dz W and dz^T h"
+        " of as many rows of whole logits. Peak: above both\ngradients. Errors: against float64.",
+        replay_lines,
+    ),
+}
+"""Heading, text and lines of the table of each kind that is a section."""
 
 
 def sizes(row: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from benchmarks.update_cases import (
     MODELS,
     Update,
     Variant,
+    add_sizes,
     flops,
     prompt_documents,
     ragged_documents,
@@ -50,12 +51,7 @@ KERNELS = {
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-1b", choices=MODELS)
-    parser.add_argument("--tokens", type=int, default=15872, help="of a packed sequence")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--longest", type=int, default=8000, help="tokens of a document")
-    parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--answer", type=int, default=1024)
+    add_sizes(parser)
     parser.add_argument("--variants", help="names, with `;` between them; all without")
     parser.add_argument("--parts", default="variants,peer,prefixes")
     parser.add_argument("--repeats", type=int, default=6)

@@ -2,9 +2,10 @@
 
     python -m benchmarks.update_bars --json benchmarks/results/update-bars-llama-1b.json
 
-Each row has its value, the least that is asked and what is aimed at. A row is written when it is
-known, so a run that is cut short leaves those before. `--attention varlen` and `flash4` compare the
-two where both run; without it the fastest one is taken.
+Each row has its value, the least that is asked and what is aimed at: bounds from above where the
+aim is below what is asked. A row is written when it is known, so a run that is cut short leaves
+those before. `--attention varlen` and `flash4` compare the two where both run; without it the
+fastest one is taken.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.update_cases import (
     MODELS,
     Update,
     Variant,
+    add_sizes,
     fastest_attention,
     prompt_documents,
     ragged_documents,
@@ -70,12 +72,7 @@ BARS = {
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-1b", choices=MODELS)
-    parser.add_argument("--tokens", type=int, default=15872, help="of a packed sequence")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--longest", type=int, default=8000, help="tokens of a document")
-    parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--answer", type=int, default=1024)
+    add_sizes(parser)
     parser.add_argument("--attention", help="implementation; default: the fastest that runs")
     parser.add_argument("--rows", default=",".join(BARS))
     parser.add_argument("--repeats", type=int, default=4)
@@ -97,7 +94,7 @@ def main() -> None:
 def line(name: str, row: Row) -> str:
     """A row as it is printed, with where the time went."""
     bar = BARS[name]
-    text = f"{bar.what:52s} {row['value']:6.3f} (at least {bar.least}, aim {bar.aim})"
+    text = f"{bar.what:52s} {row['value']:6.3f} (asked {bar.least}, aim {bar.aim})"
     for what, kernels in row.get("kernels_ms", {}).items():
         idle = 1 - kernels["kernels"] / kernels["wall"] if kernels else 0.0
         parts = ", ".join(f"{kind} {value}" for kind, value in kernels.items())

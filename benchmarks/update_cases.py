@@ -1,8 +1,9 @@
-"""The documents and models of `benchmarks.update`."""
+"""The documents, models and sizes of `benchmarks.update` and `benchmarks.update_bars`."""
 
 from __future__ import annotations
 
 import random
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN_0_6B,
     "tiny": TINY,
 }
+
+
+def add_sizes(parser: ArgumentParser) -> None:
+    """The options of a command line that say what is run."""
+    parser.add_argument("--model", default="llama-1b", choices=MODELS)
+    parser.add_argument("--tokens", type=int, default=15872, help="of a packed sequence")
+    parser.add_argument("--micro-batches", type=int, default=4, help="about so many")
+    parser.add_argument("--longest", type=int, default=8000, help="tokens of a document")
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--answer", type=int, default=1024)
 
 
 @dataclass(frozen=True)
