@@ -62,9 +62,10 @@ def gradients(head: Any, hidden: torch.Tensor, batch: Any) -> tuple[torch.Tensor
     return torch.autograd.grad(1.7 * head(hidden, batch).loss, [hidden, head.weight])
 
 
-def test_a_number_as_temperature_is_one_a_row() -> None:
-    hidden = torch.randn(70, 128, device="cuda", dtype=BF16)
-    weight = torch.randn(3000, 128, device="cuda", dtype=BF16)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_number_as_temperature_is_one_a_row(dtype: torch.dtype) -> None:
+    hidden = torch.randn(70, 128, device="cuda", dtype=dtype)
+    weight = torch.randn(3000, 128, device="cuda", dtype=dtype)
     labels = torch.randint(3000, (70,), device="cuda")
     found = [
         linear_logprobs(hidden, weight, labels, temperature=t, entropy=True, deterministic=True)

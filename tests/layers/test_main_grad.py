@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fastrl import BatchKwargs, LanguageModelHead, linear_logprobs
+from fastrl.functional.head.call import HeadOperands
+from fastrl.functional.head.main_grad import with_main_grad
 from tests.helpers.keep_sets import recorded_entries
 from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.loss_documents import pack, policy_documents
@@ -93,3 +95,6 @@ def test_what_the_buffer_is_not_for_is_refused() -> None:
         head(hidden, batch, main_grad=buffer)
     with pytest.raises(ValueError, match="for a weight that has no gradient of its own"):
         linear_logprobs(hidden, head.weight.detach(), batch.labels, main_grad=buffer)
+    lora = HeadOperands(hidden, head.weight, low_rank_weight=torch.zeros(33, 2))
+    with pytest.raises(ValueError, match="for a weight that has no gradient of its own"):
+        with_main_grad(lora, buffer)

@@ -11,6 +11,7 @@ import pytest
 
 from fastrl.cli import main
 from fastrl.config import RunConfig, parse_config
+from fastrl.training import run as running
 from fastrl.training.environment import RunEnvironment, Scores
 from fastrl.training.file_summary import FileSummary
 from fastrl.training.report import report_figure
@@ -92,13 +93,19 @@ def test_a_phase_that_had_nothing_to_learn_is_named() -> None:
     assert summary.warning("rl") is None
 
 
+@pytest.mark.parametrize("reads_late", [False, True])
 def test_a_run_with_equal_rewards_ends_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reads_late: bool,
 ) -> None:
     def score(_: RunEnvironment, problems: list[object], answers: list[object]) -> Scores:
         return Scores([0.5] * len(answers), {})
 
     monkeypatch.setattr(RunEnvironment, "score", score)
+    # The warning is of all steps: the last one is read before it.
+    monkeypatch.setattr(running, "_runs_ahead", lambda device: reads_late)
     command = ["train", str(write_tiny(tmp_path)), "--run-dir", str(tmp_path / "run")]
     overrides = ["phases.0.steps=1", "phases.1.steps=1", "environment.heldout_prompts=2"]
     assert main([*command, *overrides]) == 0
