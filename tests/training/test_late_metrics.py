@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fastrl.cli import main
+from fastrl.config import UserError
 from fastrl.training import run as running
 from fastrl.training.log_files import MetricsWriter
 from fastrl.training.phases import Phase, StepResult
@@ -82,7 +83,8 @@ def test_lines_and_weights_are_those_of_a_run_that_reads_at_once(
 def test_a_stopped_run_has_the_line_of_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _train(tmp_path, "whole")
+    overrides = [*FEW, "evaluation.every=2"]  # whose line is behind that of its step
+    whole = _train(tmp_path, "whole", *overrides)
     _read_late(monkeypatch)
     step = Phase.step
 
@@ -93,11 +95,26 @@ def test_a_stopped_run_has_the_line_of_its_last_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(Phase, "step", stopped)
-        lines = _train(tmp_path, "stopped", code=143)
+        lines = _train(tmp_path, "stopped", *overrides, code=143)
     assert lines == whole[: len(lines)]
     assert lines[-1]["step"] == 3
-    assert _train(tmp_path, "stopped", *FEW, "--resume") == whole
+    assert _train(tmp_path, "stopped", *overrides, "--resume") == whole
     assert _equal(final_weights(tmp_path / "stopped"), final_weights(tmp_path / "whole"))
+
+
+def test_a_step_that_raises_leaves_the_line_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _read_late(monkeypatch)
+    step = Phase.step
+
+    def failing(phase: Phase) -> StepResult:
+        if phase.steps_done == 2:
+            raise UserError("no documents")
+        return step(phase)
+
+    monkeypatch.setattr(Phase, "step", failing)
+    assert _train(tmp_path, "run", code=2)[-1]["step"] == 2
 
 
 @pytest.mark.parametrize("bad", [[2], [5]])
