@@ -157,7 +157,10 @@ def statistics_of(problem: Problem, layout: Layout, deterministic: bool = True) 
         labelled = batch.rows_with_labels.index
         for row, values in zip(total, found, strict=True):
             if values is not None:
-                row[places[labelled]] = values.detach()[labelled].to(row)
+                of_labels = values.detach()[labelled].to(row)
+                # NaN would stand for numbers that a layout does not have, and equal all others.
+                assert not of_labels.isnan().any()
+                row[places[labelled]] = of_labels
     return total
 
 
