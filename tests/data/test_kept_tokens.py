@@ -191,6 +191,9 @@ def test_k21_the_rows_without_sets_are_known_from_the_whole_document() -> None:
     long = Document([1] * 8, loss_mask=[True] * 2 + [False] * 5 + [True], kept_tokens=[[1]] * 8)
     other = Document([2] * 8, prompt_length=6)
     packed = TokenBatch.from_documents([long, other])
+    entries = torch.full((packed.num_tokens, 1), -1)
+    entries[0] = 1
+    packed = replace(packed, kept_tokens=KeptTokens.from_padded(entries))
     shards = [
         packed.shard(BatchCounts.of([packed]), rank=rank, size=4)[0].unrecorded_rows
         for rank in range(4)

@@ -21,7 +21,7 @@ from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.functional.head.running import merge_running_statistics
 from fastrl.kernels.arguments import LogitTransform
 from tests.helpers.bf16_heads import grpo_batch
-from tests.helpers.bit_layouts import Hashes, Layout, Problem, statistics_of
+from tests.helpers.bit_layouts import Hashes, Layout, Problem, check_gradients, statistics_of
 from tests.helpers.head_cases import CASES, HeadCase
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -139,22 +139,10 @@ def test_gradients_twice_and_beside_other_rows(strategy: str) -> None:
     head = LanguageModelHead(
         LanguageModelHeadConfig.model_validate({
             "hidden_size": 24, "vocab_size": 700, "strategy": strategy, "deterministic": True,
-            "losses": {"policy": {"type": "grpo"}},
+            "losses": {"policy": {"type": "reinforce"}},  # which clips no document
         })
     )  # fmt: skip
-    hidden = torch.randn(batch.num_tokens, 24)
-
-    def gradients(hidden: Tensor) -> tuple[Tensor, ...]:
-        hidden = hidden.clone().requires_grad_()
-        return torch.autograd.grad(1.7 * head(hidden, batch).loss, [hidden, head.weight])
-
-    first = gradients(hidden)
-    assert all(map(torch.equal, first, gradients(hidden)))
-    own = batch.document_index == 1
-    changed = torch.where(own[:, None], hidden, torch.randn_like(hidden))
-    beside, _ = gradients(changed)
-    assert torch.equal(beside[own], first[0][own])
-    assert not torch.equal(beside, first[0])
+    check_gradients(head, torch.randn(batch.num_tokens, 24), batch)
 
 
 def test_rows_of_no_finite_logit_and_no_rows() -> None:

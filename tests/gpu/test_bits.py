@@ -10,7 +10,7 @@ import torch
 
 from fastrl import linear_logprobs
 from tests.helpers.bf16_heads import BF16, grpo_batch, grpo_head
-from tests.helpers.bit_layouts import Hashes, Layout, Problem, statistics_of
+from tests.helpers.bit_layouts import Hashes, Layout, Problem, check_gradients, statistics_of
 
 pytestmark = pytest.mark.gpu
 
@@ -45,21 +45,7 @@ def test_without_the_key_strategies_differ() -> None:
 def test_gradients_twice_and_beside_other_rows(strategy: str) -> None:
     batch = grpo_batch(6, 90, 5000)
     head = grpo_head(256, 5000, strategy=strategy, deterministic=True)
-    hidden = torch.randn(batch.num_tokens, 256, device="cuda", dtype=BF16)
-    first, again = gradients(head, hidden, batch), gradients(head, hidden, batch)
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
-    changed = hidden.clone()
-    others = batch.document_index != 1
-    changed[others] = torch.randn_like(changed[others])
-    (beside, _) = gradients(head, changed, batch)
-    assert torch.equal(beside[~others], first[0][~others])
-    assert not torch.equal(beside[others], first[0][others])
-
-
-def gradients(head: Any, hidden: torch.Tensor, batch: Any) -> tuple[torch.Tensor, ...]:
-    hidden = hidden.clone().requires_grad_()
-    return torch.autograd.grad(1.7 * head(hidden, batch).loss, [hidden, head.weight])
+    check_gradients(head, torch.randn(batch.num_tokens, 256, device="cuda", dtype=BF16), batch)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

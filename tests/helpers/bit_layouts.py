@@ -300,6 +300,23 @@ def _gather(answer: Callable[[Tensor, int], Tensor], sent: list[list[Tensor]]) -
         yield
 
 
+def check_gradients(head: LanguageModelHead, hidden: Tensor, batch: BatchKwargs) -> None:
+    """The same twice, and those of a document's hidden states beside other documents."""
+
+    def gradients(hidden: Tensor) -> tuple[Tensor, ...]:
+        hidden = hidden.clone().requires_grad_()
+        return torch.autograd.grad(1.7 * head(hidden, batch).loss, [hidden, head.weight])
+
+    first = gradients(hidden)
+    assert all(map(torch.equal, first, gradients(hidden)))
+    # Not a document all of whose tokens are clipped: its gradient is 0 beside any other.
+    own = batch.document_index == batch.document_index[first[0].abs().sum(1).argmax()]
+    assert first[0][own].any()
+    beside, _ = gradients(torch.where(own[:, None], hidden, torch.randn_like(hidden)))
+    assert torch.equal(beside[own], first[0][own])
+    assert not torch.equal(beside, first[0])
+
+
 class Hashes:
     """Of each statistic of each token, whatever layouts it came from.
 
