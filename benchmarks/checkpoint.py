@@ -35,6 +35,7 @@ from fastrl.training.saving import CheckpointSaver
 from fastrl.training.trainer_state import TrainerState, trained_names
 
 CONFIG = Path(__file__).parent.parent / "examples" / "llama_grpo.yaml"
+MODES = {"waits": False, "background": True}  # asynchronous
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
     parser.add_argument("--reference", action="store_true", help="save a reference policy too")
     parser.add_argument("--repeats", type=int, default=3, help="checkpoints after the first one")
-    parser.add_argument("--modes", default="waits,background")
+    parser.add_argument("--modes", default=",".join(MODES), help="of writing, one after the other")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
         # That of the first rank, which all ranks then have.
         folder = Path(processes.gather(temporary)[0])
         for mode in options.modes.split(","):
-            asynchronous = mode == "background"
+            asynchronous = MODES[mode]
             run_dir = folder / f"asynchronous-{asynchronous}"
             if processes.is_main:
                 run_dir.mkdir()

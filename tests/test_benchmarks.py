@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import checkpoint, host_time, lm_head, replay, sampler, table
+from benchmarks import checkpoint, host_time, lm_head, replay, sampler, table, update_bars
 from benchmarks.cases import SHAPES, make_case
 from benchmarks.ours import OURS
 from benchmarks.peers import PEERS
@@ -127,6 +127,18 @@ def test_the_sampler_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert step["sampling_s"] + step["update_s"] <= step["seconds"] + 2e-3
 
 
+def test_a_bar_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", "tiny", "--rows", "ranks", "--json", str(tmp_path / "bars.json")]
+    monkeypatch.setattr("sys.argv", ["update_bars", *arguments])
+    with torch._dynamo.config.patch(recompile_limit=8):  # back to what it was
+        update_bars.main()
+    (row,) = json.loads((tmp_path / "bars.json").read_text())
+    assert 1 <= row["value"] <= row["least"]
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    text = table.with_tables("<!-- bars bars -->\n<!-- end -->\n")
+    assert f"| {row['what']} | auto | {row['value']:.3f} | 1.050 | 1.020 |  |  |\n" in text
+
+
 def test_recorded_sets_of_a_tiny_head() -> None:
     with_gradients, evaluation = replay.measure("tiny", 1.0, repeats=1, warmup=0)
     assert with_gradients["rows"] == 66
@@ -163,6 +175,13 @@ SECTIONS = {
     "slabs": (
         [{"shape_name": "tiny", "full_ms": 2.0, "even_ms": 3.0, "even_over_full": 1.5, **RUN}],
         "| tiny | 2.00 | 3.00 | 1.500 |",
+    ),
+    "replay": (
+        [
+            {"shape_name": "tiny", "mean_entries": 8.84, "passes": "fwd", "ratio": 0.5, **RUN}
+            | {"time_ms": 1.0, "floor_ms": 2.0}
+        ],
+        "| tiny | 8.8 | log-probabilities | 1.00 | 2.00 | 0.500 |  |  |  |",
     ),
     "sampler": (
         {"model": "1B", "sequences": 64, "prompt": 200, "new": 400, **RUN}
