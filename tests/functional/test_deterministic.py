@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from fastrl.functional.head.matmul import matmul
 from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.functional.head.running import merge_running_statistics
 from fastrl.kernels.arguments import LogitTransform
+from tests.gpu import bits
 from tests.helpers.bf16_heads import grpo_batch
 from tests.helpers.bit_layouts import Hashes, Layout, Problem, check_gradients, statistics_of
 from tests.helpers.head_cases import CASES, HeadCase
@@ -48,6 +51,21 @@ def test_statistics_do_not_depend_on_the_layout(dtype: torch.dtype) -> None:
 
 def test_the_key_makes_the_difference() -> None:
     assert len(hashes_of(torch.float32, deterministic=False).found) > 1
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_the_command_says_how_many_values_there_are(
+    off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bits.json"
+    arguments = ["--layouts", "40", "--length", "12", "--problems", "fp32", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["bits", *arguments, *(["--off"] if off else [])])
+    code = bits.main()
+    report = json.loads(file.read_text())
+    (row,) = report["problems"]
+    assert (row["layouts"], report["deterministic"]) == (5, not off)
+    assert code == (row["values"] != 1) == (row["largest_difference"] > 0)
+    assert off or not code
 
 
 def merged_in_ranks(self: MergeTree, roots: Tensor, entropy: bool) -> Tensor:
