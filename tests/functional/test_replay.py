@@ -105,13 +105,18 @@ def test_statistics_and_gradients_are_the_definition(rank: int) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
+@pytest.fixture(params=[False, True], ids=["torch", "kernels"])
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> torch.device:
+    """Of the operands: torch is tried on the CPU, kernels on a GPU or in the interpreter."""
+    monkeypatch.setattr(kernels, "run_on_cpu", request.param)
+    return device if request.param else CPU
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_in_the_dtypes_of_models(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_kernels: bool, device: torch.device
-) -> None:
-    monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
-    case = Case(dtype, rank=4, device=device if by_kernels else CPU)
+def test_in_the_dtypes_of_models(dtype: torch.dtype, place: torch.device) -> None:
+    case = Case(dtype, rank=4, device=place)
     results, expected = case.results(), by_definition(case)
     assert [grad.dtype for grad in results[3:]] == [dtype] * 4
     bound = 2e-6 if dtype == torch.float32 else 1e-3
@@ -121,17 +126,13 @@ def test_in_the_dtypes_of_models(
         assert (result.double() - exact).norm() <= most * exact.norm()
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_a_row_depends_on_itself_alone(
-    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, device: torch.device
-) -> None:
-    monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
-    case = Case(torch.float32, device=device if by_kernels else CPU)
+def test_a_row_depends_on_itself_alone(place: torch.device) -> None:
+    case = Case(torch.float32, device=place)
     whole = torch.stack(case.statistics().vectors())
     few = case.call().rows[2:6]
     part = torch.stack(case.statistics(few).vectors())
     assert torch.equal(part[:, few], whole[:, few])
-    order = torch.randperm(len(case.kept.ids)).to(device if by_kernels else CPU)
+    order = torch.randperm(len(case.kept.ids)).to(place)
     case.kept = case.kept.map(lambda values: values[order])
     assert torch.equal(whole, torch.stack(case.statistics().vectors()))
 
@@ -147,13 +148,9 @@ def test_gradients_of_other_rows_are_left_out() -> None:
         torch.testing.assert_close(grad, same, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_a_set_of_one_entry_has_no_gradient(
-    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, device: torch.device
-) -> None:
+def test_a_set_of_one_entry_has_no_gradient(place: torch.device) -> None:
     """Its log-probability and entropy are exactly 0, and no row of the weight is touched."""
-    monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
-    case = Case(torch.float32, device=device if by_kernels else CPU)
+    case = Case(torch.float32, device=place)
     is_of_label = case.labels.clamp(min=0)
     case.kept = KeptTokens.from_padded(is_of_label[:, None])
     case.upstream[2] = 0  # the log-sum-exp is that of the label's logit
