@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ def relative_error(result: Tensor, truth: Tensor) -> float:
     return float((result.float() - truth).norm() / truth.norm())
 
 
-def time_interleaved(steps: dict[str, Step], repeats: int, warmup: int) -> dict[str, list[float]]:
+def time_interleaved(
+    steps: Mapping[str, Step], repeats: int, warmup: int
+) -> dict[str, list[float]]:
     """Milliseconds of each repeat of each step; one repeat of all steps after the other."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     cuda = torch.cuda.is_available()

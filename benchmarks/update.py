@@ -98,9 +98,8 @@ def run_variant(
     several = ragged_documents(options.tokens * options.micro_batches, vocabulary, options.longest)
     rows = []
     if not variant.second_forward:
-        step = update.packed(one)
-        run = update.bare(step)
-        rows.append(_timed("forward and backward", name, run, one, update, options))
+        bare = update.bare(update.packed(one))
+        rows.append(_timed("forward and backward", name, bare, one, update, options))
     run = lambda: update(several)  # noqa: E731
     row = _timed("update", name, run, several, update, options)
     start = time.perf_counter()

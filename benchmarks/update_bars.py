@@ -15,7 +15,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ class Bars:
         kernels = {name: kernel_times(run) for name, run in runs.items()}
         return {"value": times["peer"] / times["ours"], "times_ms": times, "kernels_ms": kernels}
 
-    def _medians(self, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def _medians(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         times = time_interleaved(runs, repeats=self._options.repeats, warmup=2)
         return {name: statistics.median(each) for name, each in times.items()}
 
