@@ -74,7 +74,7 @@ class MergeTree:
             for slots in _whole_slots(self, leaves.device):
                 leaves = _merge(leaves, slots, entropy)
             return leaves
-        shard = -(-self.weight_rows // self.size)
+        _, shard = vocab_shard(self.weight_rows, 0, self.size)
         return _merge(leaves, _local_slots(self, first_column // shard, leaves.device), entropy)
 
     def whole(self, roots: Tensor, entropy: bool) -> Tensor:
@@ -124,7 +124,7 @@ def _merge(parts: Tensor, slots: Tensor, entropy: bool) -> Tensor:  # [N, 3, R] 
         from fastrl.kernels.merge import merge_nodes
 
         return merge_nodes(parts, slots, entropy=entropy)
-    absent = torch.zeros_like(parts[:1]) if len(parts) else parts.new_zeros(1, *parts.shape[1:])
+    absent = parts.new_zeros(1, *parts.shape[1:])
     absent[:, 0] = -torch.inf
     leaves = torch.cat([absent, parts])[(slots + 1).long()]  # [G, W, 3, R]
     while leaves.shape[1] > 1:

@@ -16,6 +16,8 @@ from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTil
 
 # Elements of the gathered rows that exist at a time: 16 MiB in fp32.
 GATHERED_ELEMENTS = 2**22
+# The tile of an entry, whose bias is in its product.
+_SINGLE_COLUMN = VocabularyTile(first_column=0, num_columns=1, bias=None)
 
 
 def entry_keys(
@@ -81,7 +83,7 @@ def entry_statistics(
     num_slots, num_entries = len(labels), int(offsets[-1])
     slots = torch.arange(num_slots, device=labels.device).repeat_interleave(offsets.diff())
     products, columns = products[:num_entries], columns[:num_entries]
-    z, _ = _logits(products, slots, columns, transform, tile)
+    z = _logits(products, slots, columns, transform, tile)
 
     def of_slots(values: Tensor, operation: str) -> Tensor:
         initial = 0.0 if operation == "sum" else -torch.inf
@@ -129,15 +131,14 @@ def entry_gradient(
     if tile.num_columns == 0 or len(products) == 0:
         return torch.zeros_like(products)
     slots, columns = torch.where(is_there, slots, 0), torch.where(is_there, columns, 0)
-    biased, own = _biased(products, columns, tile), _single_column()
     grad = torch_rows.row_gradient(
-        biased[:, None],
+        _biased(products, columns, tile)[:, None],
         torch.where(labels[slots] - tile.first_column == columns, 0, -1),
         logsumexp[slots],
         None if entropy is None else entropy[slots],
         gradients.rows(slots),
         transform.rows(slots),
-        own,
+        _SINGLE_COLUMN,
         operand_dtype=products.dtype,
     )[:, 0]
     return torch.where(is_there, grad, 0)
@@ -147,22 +148,17 @@ def _biased(products: Tensor, columns: Tensor, tile: VocabularyTile) -> Tensor:
     return products if tile.bias is None else products + tile.bias[columns]
 
 
-def _single_column() -> VocabularyTile:
-    """The tile of an entry: one row and one column."""
-    return VocabularyTile(0, 1, None)
-
-
 def _logits(
     products: Tensor,  # [N]
     slots: Tensor,  # [N]
     columns: Tensor,  # [N]
     transform: LogitTransform,
     tile: VocabularyTile,
-) -> tuple[Tensor, Tensor]:
-    """z [N], -inf for entries that are not there, and which are."""
+) -> Tensor:  # [N]
+    """z, -inf for entries that are not there."""
     is_there = columns < tile.num_columns
     if len(products) == 0:
-        return products, is_there
+        return products
     biased = _biased(products, torch.where(is_there, columns, 0), tile)
-    z, _ = torch_rows.transformed(biased[:, None], transform.rows(slots), _single_column())
-    return torch.where(is_there, z[:, 0], -torch.inf), is_there
+    z, _ = torch_rows.transformed(biased[:, None], transform.rows(slots), _SINGLE_COLUMN)
+    return torch.where(is_there, z[:, 0], -torch.inf)
