@@ -96,6 +96,16 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def gathers_hidden_states(groups: ParallelGroups) -> bool:
+    """Whether the hidden states are sharded by tokens and the head needs all of them."""
+    return groups.tp is not None and groups.sp is not None
+
+
+def head_splits_tokens(groups: ParallelGroups) -> bool:
+    """Whether the ranks of `sp` hold different tokens also in the head: its weight is whole."""
+    return groups.sp is not None and groups.tp is None
+
+
 def vocab_shard(num_rows: int, rank: int, size: int) -> tuple[int, int]:
     """First and one-past-last row of `rank`'s shard of `num_rows` vocabulary rows.
 

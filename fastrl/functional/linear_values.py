@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.matmul import accumulation_dtype, matmul
-from fastrl.functional.head.sharding import gathers_hidden_states
-from fastrl.parallel import ParallelGroups, gather_first_dim, group_rank
+from fastrl.parallel import ParallelGroups, gather_first_dim, gathers_hidden_states, group_rank
 
 
 def linear_values(

@@ -16,7 +16,13 @@ from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.head.extra_statistics import STATISTIC_NAMES
 from fastrl.functional.head.tiling import SINGLE_PASS_MIN_ROWS, chunk_rows, single_pass_rows
 from fastrl.layers.losses import LanguageModelLoss
-from fastrl.parallel import ParallelGroups, group_rank, group_size, vocab_shard
+from fastrl.parallel import (
+    ParallelGroups,
+    group_rank,
+    group_size,
+    head_splits_tokens,
+    vocab_shard,
+)
 
 Losses = Mapping[str, LanguageModelLoss[Any]]
 
@@ -176,11 +182,6 @@ def _rows_of_all(batch: BatchKwargs, sets: Sequence[RowSet]) -> RowSet:
 def weight_rows(config: LanguageModelHeadConfig) -> int:
     """Rows of the whole weight, padding included."""
     return config.padded_vocab_size or config.vocab_size
-
-
-def head_splits_tokens(groups: ParallelGroups) -> bool:
-    """Whether the ranks of `sp` hold different tokens, also in the head."""
-    return groups.sp is not None and groups.tp is None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fastrl.functional.head.merge_tree import MergeTree
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.call_operands import call_operands, local_tensor, needs_gradient, operand_facts
 from fastrl.layers.head_pass import HeadPass, PassResult, total
-from fastrl.layers.head_plan import check_is_batch, head_splits_tokens, plan_head, weight_rows
+from fastrl.layers.head_plan import check_is_batch, plan_head, weight_rows
 from fastrl.layers.losses import LanguageModelLoss, LanguageModelPolicyGradientLoss, build_loss
 from fastrl.layers.recorded_entries import is_recorded, with_recorded
 from fastrl.parallel import (
@@ -28,6 +28,7 @@ from fastrl.parallel import (
     gather_first_dim,
     group_rank,
     group_size,
+    head_splits_tokens,
     vocab_shard,
 )
 

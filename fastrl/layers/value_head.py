@@ -15,9 +15,15 @@ from fastrl.functional.head.checks import FLOAT_DTYPES, check_tensor
 from fastrl.functional.linear_values import linear_values
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.functional.streams import of_stream
-from fastrl.layers.head_plan import check_is_batch, head_splits_tokens, own_tokens
+from fastrl.layers.head_plan import check_is_batch, own_tokens
 from fastrl.layers.losses.value import ValueLoss
-from fastrl.parallel import ParallelGroups, gather_first_dim, group_rank, group_size
+from fastrl.parallel import (
+    ParallelGroups,
+    gather_first_dim,
+    group_rank,
+    group_size,
+    head_splits_tokens,
+)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from fastrl.functional.head.call import HeadCall, HeadOperands
 from fastrl.functional.head.checks import check_tensor
 from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.functional.head.sharding import finish_weight_gradient
+from fastrl.parallel import head_splits_tokens
 
 
 def with_main_grad(operands: HeadOperands, main_grad: Tensor | None) -> HeadOperands:
@@ -53,8 +54,7 @@ def added_to_main_grad(call: HeadCall) -> Tensor | None:
 
     None without one, and where the gradient is first summed over ranks that hold the same weight.
     """
-    is_summed = call.groups.sp is not None and call.groups.tp is None
-    return None if is_summed else call.main_grad
+    return None if head_splits_tokens(call.groups) else call.main_grad
 
 
 def deliver_weight_gradient(

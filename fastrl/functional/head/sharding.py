@@ -12,21 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.matmul import accumulation_dtype
 from fastrl.functional.head.running import merge_running_statistics
 from fastrl.functional.head.scaled_rows import scatter_scaled
-from fastrl.parallel import ParallelGroups, gather_first_dim, group_size, start_reduce_scatter
+from fastrl.parallel import (
+    ParallelGroups,
+    gather_first_dim,
+    gathers_hidden_states,
+    group_size,
+    head_splits_tokens,
+    start_reduce_scatter,
+)
 
 # Elements of a weight's gradient widened at a time: 64 MiB in fp32.
 _REDUCED_ELEMENTS = 2**24
-
-
-def gathers_hidden_states(groups: ParallelGroups) -> bool:
-    """Whether the hidden states are sharded by tokens and the head needs all of them."""
-    return groups.tp is not None and groups.sp is not None
 
 
 def gather_hidden(
@@ -98,7 +99,7 @@ def finish_weight_gradient(
     """
     if grad is None:
         return None
-    if groups.sp is not None and groups.tp is None:
+    if head_splits_tokens(groups):
         for part in grad.split(max(_REDUCED_ELEMENTS // grad[0].numel(), 1)):
             wide = part.to(accumulation_dtype(part.dtype))
             dist.all_reduce(wide, group=groups.sp)
@@ -116,8 +117,7 @@ class HiddenGradient:
     """
 
     def __init__(self, call: HeadCall) -> None:
-        self._groups = call.groups
-        self._dtype = call.gradient_dtypes[0]
+        self._groups, self._dtype = call.groups, call.gradient_dtypes[0]
         self._gathers_hidden_states = gathers_hidden_states(call.groups)
         self._total = torch.zeros(
             call.num_tokens,
@@ -175,7 +175,7 @@ class HiddenGradient:
             self._sending = None
 
 
-def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
+def vocabulary_sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum over the vocabulary's ranks, for a computation that every rank repeats.
 
     The gradient of a rank's part is the gradient of the sum: equal on all ranks, and not added.
@@ -186,7 +186,7 @@ def vocabulary_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return result
 
 
-def to_columns(values: Tensor, group: ProcessGroup | None) -> Tensor:
+def to_columns(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Replicated `values` to combine with this rank's columns.
 
     Each rank then holds a part of their gradient, which is summed over the ranks.
@@ -197,7 +197,7 @@ def to_columns(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return result
 
 
-def vocabulary_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
+def vocabulary_max(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Maximum over the vocabulary's ranks, without gradient."""
     values = values.detach().clone()
     if group is not None:
@@ -207,7 +207,7 @@ def vocabulary_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 class _VocabularySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         values = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(values, group=group)
         return values
@@ -219,7 +219,7 @@ class _VocabularySum(torch.autograd.Function):
 
 class _ToColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return values.view_as(values)
 
