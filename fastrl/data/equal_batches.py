@@ -44,6 +44,21 @@ def equal_batches(
     return [_with_fields(batch, fields) for batch in [*batches, *[empty] * (most - len(batches))]]
 
 
+def with_kept_tokens(batch: TokenBatch) -> TokenBatch:
+    """The batch with a record of sampling sets: one without is of the whole vocabulary.
+
+    For the micro-batches of documents of which some have sets, which not each of them need have.
+    """
+    if batch.kept_tokens is not None:
+        return batch
+    return replace(batch, kept_tokens=_no_entries(batch))
+
+
+def _no_entries(batch: TokenBatch) -> KeptTokens:
+    none = torch.zeros(0, dtype=torch.int64)
+    return KeptTokens.from_counts(none, none.new_zeros(batch.padded_length))
+
+
 # What all batches with labels have, or none of them. Documents without `kept_tokens` are over the
 # whole vocabulary.
 _OF_ALL = (*BATCH_COLUMNS, *(name for name in ENTRIES if name != "kept_tokens"))
@@ -94,8 +109,7 @@ def _with_fields(batch: TokenBatch, fields: Mapping[str, bool]) -> TokenBatch:
     num_slots, num_documents = batch.padded_length, batch.num_documents
     columns = {name: torch.zeros(num_slots) for name in BATCH_COLUMNS if fields[name]}
     columns.pop("model_version", None)
-    none = torch.zeros(0, dtype=torch.int64)
-    no_entries = KeptTokens.from_counts(none, none.new_zeros(num_slots))
+    no_entries = _no_entries(batch)
     no_logprobs = replace(no_entries, logprobs=torch.zeros(0))
     missing: dict[str, Any] = {
         "model_versions": torch.full((num_documents,), -1) if fields["model_version"] else None,

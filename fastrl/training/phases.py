@@ -18,6 +18,7 @@ from fastrl.config.rollouts import SampledRolloutsConfig, ServerRolloutsConfig
 from fastrl.config.training import RunConfig
 from fastrl.data.batch import BatchKwargs, TokenBatch
 from fastrl.data.documents import Document
+from fastrl.data.equal_batches import with_kept_tokens
 from fastrl.data.partition import micro_batches_of_rank
 from fastrl.data.step import OptimizerStep
 from fastrl.data.token_sampling import with_sampled_tokens
@@ -319,6 +320,9 @@ class Phase:
             share_prefixes=shares,
         )
         batches = [TokenBatch.from_documents(pack, share_prefixes=shares) for pack in packs]
+        keep = self._context.model.head.config.keep
+        if keep is not None and keep.recorded:
+            batches = [with_kept_tokens(batch) for batch in batches]
         if isinstance(self.config, RLPhaseConfig) and self.config.token_sampling is not None:
             probability = self.config.token_sampling.probability
             batches = [with_sampled_tokens(batch, probability, seed) for batch in batches]

@@ -335,8 +335,11 @@ def test_k23_files_without_the_recorded_sets_are_refused(
     )
 
 
-def test_k21_documents_without_sets_are_trained_over_the_whole_vocabulary(tmp_path: Path) -> None:
-    """As those whose sets hold all of it, whatever the packing."""
+@pytest.mark.parametrize("most_tokens", [3, 16])
+def test_k21_documents_without_sets_are_trained_over_the_whole_vocabulary(
+    tmp_path: Path, most_tokens: int
+) -> None:
+    """As those whose sets hold all of it, in a micro-batch of their own and beside others."""
     document = Document(tokens=[1, 2, 0], prompt_length=1, logprobs=[-0.5, -0.5], advantage=1.0)
     recorded = replace(document, kept_tokens=[[2, 3], [0]])
     losses = []
@@ -349,6 +352,7 @@ def test_k21_documents_without_sets_are_trained_over_the_whole_vocabulary(tmp_pa
         phase = f"{{type: rl, steps: 1, rollouts: {{type: files, paths: [{path}]}}}}"
         overrides = [f"phases=[{phase}]", "model.head.keep.recorded=true"]
         overrides += ["phases.0.losses={policy: {type: grpo}}"]
+        overrides += [f"phases.0.max_tokens_per_micro_batch={most_tokens}"]
         run = tmp_path / name
         assert main(["train", str(write_tiny(tmp_path)), "--run-dir", str(run), *overrides]) == 0
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
