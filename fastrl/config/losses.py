@@ -227,6 +227,11 @@ class KeepSetConfig(Config):
         return self
 
 
+def _is_smooth(loss: AnyLossConfig) -> bool:
+    """Whether a loss has a target for each entry of the vocabulary."""
+    return isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
+
+
 class HeadOptions(Config):
     """The head of a model whose sizes are given elsewhere."""
 
@@ -305,8 +310,7 @@ class HeadOptions(Config):
             )
         for name, loss in losses.items():
             self._check_deterministic(name, loss)
-            is_smooth = isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
-            if self.keep is not None and is_smooth:
+            if self.keep is not None and _is_smooth(loss):
                 raise ValueError(
                     f"`keep` must not be given with `label_smoothing` of the loss `{name}`, which"
                     " spreads the target over the whole vocabulary, where the keep-set has"
@@ -314,8 +318,7 @@ class HeadOptions(Config):
                 )
 
     def _check_deterministic(self, name: str, loss: AnyLossConfig) -> None:
-        is_smooth = isinstance(loss, CrossEntropyLossConfig) and loss.label_smoothing > 0
-        if self.deterministic and (is_smooth or isinstance(loss, DistillationLossConfig)):
+        if self.deterministic and (_is_smooth(loss) or isinstance(loss, DistillationLossConfig)):
             raise ValueError(
                 f"`deterministic` must not be given with the loss `{name}`, whose distillation or"
                 " `label_smoothing` takes sums over the vocabulary that depend on the other rows"
