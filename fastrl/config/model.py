@@ -15,6 +15,9 @@ TokenId = Annotated[int, Field(ge=0)]
 
 AttentionImplementation = Literal["auto", "per_document", "flex", "varlen", "flash4"]
 
+WHOLE_DOCUMENTS = ("varlen", "flash4")
+"""Implementations that take the tokens of a document as one run."""
+
 
 Recomputed = Literal["none", "attention", "full"]
 

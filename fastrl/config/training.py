@@ -23,7 +23,7 @@ from fastrl.config.losses import (
     DistillationLossConfig,
     HeadOptions,
 )
-from fastrl.config.model import LlamaConfig
+from fastrl.config.model import WHOLE_DOCUMENTS, LlamaConfig
 from fastrl.config.phases import AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.config.rollouts import ServerRolloutsConfig, check_server_rollouts
@@ -429,7 +429,7 @@ def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelCon
                 " prefixes it is several; use `parallel.data` and `parallel.tensor`"
             )
     implementation = model.attention_implementation if isinstance(model, LlamaConfig) else "auto"
-    if implementation in ("varlen", "flash4"):
+    if implementation in WHOLE_DOCUMENTS:
         raise ValueError(
             f"{where} must not go with `model.attention_implementation: {implementation}`, which"
             " takes the tokens of a document as one run; use `auto`"

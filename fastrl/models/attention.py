@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from fastrl.config.model import AttentionImplementation
+from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
 from fastrl.models import flash4
 
 FLEX_BLOCK_SIZE = 128
@@ -81,15 +81,15 @@ def document_attention(
         ValueError: the implementation does not run here, or (`per_document`) a document's rows are
             not adjacent.
     """
-    if implementation in ("varlen", "flash4"):
+    if implementation in WHOLE_DOCUMENTS:
         refusal = varlen_refusal(implementation, document_index.device, dtype)
         if refusal is not None:
             raise ValueError(
                 f"`attention_implementation: {implementation}` {refusal}; or use `auto`"
             )
-        is_flash4 = implementation == "flash4"
-        kind = Flash4DocumentAttention if is_flash4 else VarlenDocumentAttention
-        return kind.of(document_index, lengths)
+        if implementation == "flash4":
+            return Flash4DocumentAttention.of(document_index, lengths)
+        return VarlenDocumentAttention.of(document_index, lengths)
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)
     if flex and len(document_index) > 0:  # its kernel has no empty launch
         return FlexDocumentAttention(document_block_mask(document_index))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from fastrl.config.model import AttentionImplementation
+from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
     DocumentGroups,
@@ -43,12 +43,11 @@ def prefix_attention(
     Raises:
         ValueError: the implementation does not run here.
     """
-    if implementation in ("varlen", "flash4"):
+    if implementation in WHOLE_DOCUMENTS:
         raise ValueError(
             f"`attention_implementation: {implementation}` must not be given where documents share"
-            " prefixes"
-            " (`share_prefixes`): it takes the keys of a token as one run of rows, and a shared"
-            " prefix stands apart from what follows it; use `auto`."
+            " prefixes (`share_prefixes`): it takes the keys of a token as one run of rows, and a"
+            " shared prefix stands apart from what follows it; use `auto`."
         )
     if uses_flex(implementation, visible_until.device, head_dim, dtype):
         return FlexDocumentAttention(prefix_block_mask(visible_until))

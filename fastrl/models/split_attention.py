@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
-from fastrl.config.model import AttentionImplementation
+from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
 from fastrl.data.prefixes import check_not_split
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
@@ -76,7 +76,7 @@ def packed_attention(
             dtype=dtype,
             lengths=lengths,
         )
-    if implementation in ("varlen", "flash4"):
+    if implementation in WHOLE_DOCUMENTS:
         raise ValueError(
             f"`attention_implementation: {implementation}` must not be given where documents are"
             " split over sequence-data ranks or micro-sequences; use `flex`."

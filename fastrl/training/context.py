@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fastrl.config.base import UserError
-from fastrl.config.model import LlamaConfig
+from fastrl.config.model import WHOLE_DOCUMENTS, LlamaConfig
 from fastrl.config.training import ParallelConfig, RunConfig
 from fastrl.models.attention import varlen_refusal
 from fastrl.training.build_model import build_model, model_folder
@@ -117,7 +117,7 @@ def _check_attention(config: LlamaConfig, dtype: str, device: torch.device) -> N
     """Refuses an implementation that the device or the activations do not have."""
     name = config.attention_implementation
     problem = None
-    if name in ("varlen", "flash4"):
+    if name in WHOLE_DOCUMENTS:
         problem = varlen_refusal(name, device, getattr(torch, dtype))
     elif name == "flex" and device.type != "cuda":
         problem = f"needs a CUDA device, got {device}"
