@@ -25,7 +25,7 @@ from fastrl.functional.statistics import TokenStatistics
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
 from fastrl.parallel import ParallelGroups, group_size
 
-# (hidden states [S, B, D], output layer, weight [V / tp, D]) -> the model's output
+# (hidden states [S, B, D], output layer, weight [V / tp, D], its main_grad) -> the model's output
 _Processor = Callable[[Tensor, Any, Tensor, Tensor | None], Any]
 
 
