@@ -23,6 +23,7 @@ from fastrl.functional.head.main_grad import with_main_grad
 from fastrl.functional.head.output_layer import head_operands
 from fastrl.functional.head.recompute import recompute_logprobs
 from fastrl.functional.statistics import TokenStatistics
+from fastrl.functional.value_checks import require_all
 from fastrl.kernels.arguments import LogitTransform
 from fastrl.parallel import ParallelGroups
 
@@ -81,8 +82,8 @@ def linear_logprobs(
             `hidden_states` is the slice's. With `sp` alone, everything is this rank's slice and
             the gradients of `weight` and `bias` are summed over `sp`.
         weight_rows: rows of the whole weight under `groups.tp`; default: V_local times its size.
-        rows: indices of the labelled tokens among all T; default: found from `labels`, which
-            synchronises.
+        rows: indices of the labelled tokens among all T, in rising order; default: found from
+            `labels`, which synchronises.
         gradient_rows: the subset of `rows` that can have a non-zero gradient; default: all.
         drop_inactive_rows: whether the backward skips rows without a gradient (clipped, filtered);
             finding them synchronises.
@@ -100,13 +101,16 @@ def linear_logprobs(
 
     Raises:
         ValueError: a shape, dtype, device or bound does not fit; a label is outside
-            [0, vocab_size) (on CUDA a device-side assertion, without synchronisation);
-            `deterministic` with `statistics`, a LoRA layer, or shards that cut a block.
+            [0, vocab_size) or `rows` do not rise (on CUDA a device-side assertion, without
+            synchronisation); `deterministic` with `statistics`, a LoRA layer, or shards that cut a
+            block.
         TypeError: a tensor is none, or a DTensor; the module does more than is honoured.
     """
     check_tensor("hidden_states", hidden_states)
     check_tensor("labels", labels)
     check_names(statistics, deterministic)
+    if rows is not None:
+        _check_rows(rows)
     shape = labels.shape
     if hidden_states.ndim > 2 and hidden_states.shape[:-1] != shape:
         raise ValueError(
@@ -139,3 +143,14 @@ def linear_logprobs(
         extra = extra_statistics(call, others, gradient_rows=gradient_rows)
         result = replace(result, **extra)
     return result if labels.ndim == 1 else result.map(lambda value: value.view(shape))
+
+
+def _check_rows(rows: Tensor) -> None:
+    """Refuses rows out of order: all T of them are taken as they come, without being scattered."""
+    rises = rows[1:] > rows[:-1]
+
+    def found() -> str:
+        place = int((~rises).nonzero()[0])
+        return f", got {int(rows[place])} before {int(rows[place + 1])}; sort them."
+
+    require_all(rises, "`rows` must be in rising order", found)

@@ -157,6 +157,7 @@ def test_rows_outside_of_gradient_rows_get_no_gradient() -> None:
             "`temperature` must not require a gradient",
         ),
         ({"temperature": torch.ones(3)}, r"`temperature` must be .* \[4\]"),
+        ({"rows": torch.tensor([0, 2, 1, 3])}, "`rows` must be in rising order, got 2 before 1"),
         ({"softcap": -1.0}, "`softcap` must be positive"),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1"),
         ({"max_logits_bytes": 0}, "`max_logits_bytes` must be positive"),
