@@ -86,6 +86,31 @@ def _entry_logits(
     return logit_and_slope(product, inverse_temperature, softcap, logit_scale, HAS_SOFTCAP)
 
 
+@triton.jit
+def _slot_logits(
+    products,  # [N]
+    columns,  # [N]
+    bias,  # [S]
+    start,
+    end,
+    inverse_temperature,
+    softcap,
+    logit_scale,
+    num_columns,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """z of the entries from `start` on, -inf for those that are not there, and their columns."""
+    entries = start + tl.arange(0, BLOCK)
+    column, is_there = _entry_columns(columns, entries, entries < end, num_columns)
+    z, _ = _entry_logits(
+        products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
+        HAS_BIAS, HAS_SOFTCAP,
+    )  # fmt: skip
+    return tl.where(is_there, z, float("-inf")), column
+
+
 @triton.jit(do_not_specialize=["first_column", "num_columns", "num_slots"])
 def _statistics_kernel(
     statistics,  # [4, T]
@@ -115,13 +140,10 @@ def _statistics_kernel(
     maximum = as_fp32(float("-inf"))
     label_logit = as_fp32(float("-inf"))
     for start in range(begin, end, BLOCK):
-        entries = start + tl.arange(0, BLOCK)
-        column, is_there = _entry_columns(columns, entries, entries < end, num_columns)
-        z, _ = _entry_logits(
-            products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
-            HAS_BIAS, HAS_SOFTCAP,
+        z, column = _slot_logits(
+            products, columns, bias, start, end, inverse_temperature, softcap, logit_scale,
+            num_columns, HAS_BIAS, HAS_SOFTCAP, BLOCK,
         )  # fmt: skip
-        z = tl.where(is_there, z, float("-inf"))
         maximum = tl.maximum(maximum, tl.max(z, 0))
         own = tl.where(column == label, z, float("-inf"))
         label_logit = tl.maximum(label_logit, tl.max(own, 0))
@@ -129,13 +151,11 @@ def _statistics_kernel(
     sum_exp = as_fp32(0.0)
     sum_shifted = as_fp32(0.0)
     for start in range(begin, end, BLOCK):
-        entries = start + tl.arange(0, BLOCK)
-        column, is_there = _entry_columns(columns, entries, entries < end, num_columns)
-        z, _ = _entry_logits(
-            products, bias, entries, column, is_there, inverse_temperature, softcap, logit_scale,
-            HAS_BIAS, HAS_SOFTCAP,
+        z, _ = _slot_logits(
+            products, columns, bias, start, end, inverse_temperature, softcap, logit_scale,
+            num_columns, HAS_BIAS, HAS_SOFTCAP, BLOCK,
         )  # fmt: skip
-        shifted = tl.maximum(tl.where(is_there, z - shift, LOWEST), LOWEST)
+        shifted = tl.maximum(z - shift, LOWEST)
         exp = tl.exp2(shifted * LOG2_E)
         sum_exp += tl.sum(exp, 0)
         sum_shifted += tl.sum(shifted * exp, 0)
