@@ -155,7 +155,9 @@ def _statistics_kernel(
             products, columns, bias, start, end, inverse_temperature, softcap, logit_scale,
             num_columns, HAS_BIAS, HAS_SOFTCAP, BLOCK,
         )  # fmt: skip
-        shifted = tl.maximum(z - shift, LOWEST)
+        shifted = z - shift
+        # Not `tl.maximum`, which would take a NaN for LOWEST.
+        shifted = tl.where(shifted < LOWEST, LOWEST, shifted)
         exp = tl.exp2(shifted * LOG2_E)
         sum_exp += tl.sum(exp, 0)
         sum_shifted += tl.sum(shifted * exp, 0)

@@ -160,3 +160,22 @@ def test_a_set_of_one_entry_has_no_gradient(place: torch.device) -> None:
     assert not statistics.entropy.any()
     grads = case.results()[3:]
     assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_a_logit_that_is_no_number_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, device: torch.device
+) -> None:
+    """All statistics of the rows that recorded it are none either, and those of no others."""
+    monkeypatch.setattr(kernels, "run_on_cpu", by_kernels)
+    case = Case(torch.float32, device=device if by_kernels else CPU)
+    labels, sets = case.labels.tolist(), case.kept.lists()
+    entry = next(each for each in sets[3] if each < V - 3 and each not in (labels[3], 0))
+    with torch.no_grad():
+        case.weight[entry] = torch.nan
+    has_entry = [
+        label != -100 and (entry in kept or entry == label)
+        for label, kept in zip(labels, sets, strict=True)
+    ]
+    for vector in case.statistics().vectors():
+        assert vector.isnan().tolist() == has_entry
