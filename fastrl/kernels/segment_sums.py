@@ -66,6 +66,25 @@ def add_segments(
 
 
 @triton.jit
+def _scaled_sum(
+    source,  # [K, D]
+    rows,
+    entries,
+    factor,
+    along,
+    depth,
+    source_stride,
+):
+    """Sum of the source's rows of some entries times their factors; of factor 0 none is read."""
+    is_used = factor != 0.0
+    row = tl.load(rows + entries, mask=is_used, other=0).to(tl.int64)
+    address = row[:, None] * source_stride + along[None, :]
+    mask = is_used[:, None] & (along < depth)[None, :]
+    values = tl.load(source + address, mask=mask, other=0.0).to(tl.float32)
+    return tl.sum(factor[:, None] * values, 0)
+
+
+@triton.jit
 def _sum_of_pairs(
     segments,
     order,
@@ -91,13 +110,8 @@ def _sum_of_pairs(
         is_own = tl.load(segments + pairs, mask=pairs < stop, other=-1) == key
         entry = tl.load(order + pairs, mask=is_own, other=0)
         factor = tl.load(factors + entry, mask=is_own, other=0.0)
-        is_used = factor != 0.0
-        row = tl.load(rows + entry, mask=is_used, other=0).to(tl.int64)
-        address = row[:, None] * source_stride + along[None, :]
-        mask = is_used[:, None] & (along < depth)[None, :]
-        values = tl.load(source + address, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(factor[:, None] * values, 0)
-        is_any = tl.maximum(is_any, tl.max(is_used.to(tl.int32), 0))
+        total += _scaled_sum(source, rows, entry, factor, along, depth, source_stride)
+        is_any = tl.maximum(is_any, tl.max((factor != 0.0).to(tl.int32), 0))
         position += BLOCK_PAIRS
         goes_on = (position < stop) & (tl.min(is_own.to(tl.int32), 0) == 1)
     return total, is_any
@@ -258,12 +272,7 @@ def _rows_kernel(
     for start in range(begin, end, BLOCK_PAIRS):
         entries = start + tl.arange(0, BLOCK_PAIRS)
         factor = tl.load(factors + entries, mask=entries < end, other=0.0)
-        is_used = factor != 0.0
-        column = tl.load(columns + entries, mask=is_used, other=0).to(tl.int64)
-        address = column[:, None] * source_stride + along[None, :]
-        mask = is_used[:, None] & (along < depth)[None, :]
-        values = tl.load(source + address, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(factor[:, None] * values, 0)
+        total += _scaled_sum(source, columns, entries, factor, along, depth, source_stride)
     if AT_SLOTS:
         row = slot
     address = output + row * output_stride + along
