@@ -29,7 +29,7 @@ def call_operands(
 
     Args:
         hidden_states: as given to the head.
-        own: weight and bias of the head; None without parameters.
+        own: this rank's weight and bias of the head; None without parameters.
         weight: what the call was given, as are the next three.
         bias: beside it.
         compute_dtype: of the operands of the products.
@@ -48,14 +48,13 @@ def call_operands(
                 "`weight` and `bias` must not be given to a head that has its own; make it with"
                 " `owns_weight=False`."
             )
-        operands = HeadOperands(hidden_states, own[0], own[1], dtype=compute_dtype)
-    elif weight is None:
+        return with_main_grad(HeadOperands(hidden_states, *own, dtype=compute_dtype), main_grad)
+    if weight is None:
         raise ValueError(
             "`weight` must be given to a head without parameters, got None; pass the"
             " model's output layer."
         )
-    else:
-        operands = head_operands(hidden_states, weight, bias, compute_dtype)
+    operands = head_operands(hidden_states, weight, bias, compute_dtype)
     low_rank = operands.low_rank_weight
     local = replace(
         operands,

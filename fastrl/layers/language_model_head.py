@@ -236,7 +236,8 @@ class LanguageModelHead(nn.Module):
         """
         check_tensor("hidden_states", hidden_states)
         check_is_batch(batch)
-        own, tp = (self.weight, self.bias) if self.owns_weight else None, self.groups.tp
+        own = (self.local_weight, self.local_bias) if self.owns_weight else None
+        tp = self.groups.tp
         operands = call_operands(hidden_states, own, weight, bias, compute_dtype, main_grad, tp)
         losses = self._requested_losses(compute_loss, teacher)
         check_names(statistics, self.config.deterministic)
