@@ -261,6 +261,7 @@ class _Launch:
             "group": ceil_div(self._row_tiles, ceil_div(self._row_tiles, most)),
             "EPILOGUE": epilogue,
             "HAS_GRAD_LOGSUMEXP": others.get("grad_logsumexp") is not None,
+            "IS_INCREASING": transform.softcap is not None or transform.logit_scale > 0,
             "BLOCK_R": blocks.rows,
             "BLOCK_V": blocks.columns,
             "BLOCK_D": blocks.depth,

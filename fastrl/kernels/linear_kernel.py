@@ -66,6 +66,7 @@ def linear_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_GRAD_LOGSUMEXP: tl.constexpr,
+    IS_INCREASING: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -119,15 +120,16 @@ def linear_kernel(
                 scale = inverse_temperature * softcap
             # product * scale is the logit, product * factor that in units of log 2. A branch must
             # not use the product itself: ptxas would serialise the matrix instructions of the loop
-            # (C7515), since the wait for the last of them would stand in the branch.
+            # (C7515), since the wait for the last of them would stand in the branch. It must have
+            # an effect: LLVM makes selects for every tile of one that only changes values. And no
+            # second tile may stay alive beside the product, which has half of the registers.
             factor = scale * LOG2_E
             label = tl.load(labels + rows, mask=row_mask, other=-1) - first_column
             label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
             label -= first
             has_label = (label >= 0) & (label < BLOCK_V)
             any_label = tl.max(has_label.to(tl.int32), 0) > 0
-            is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
-            is_valid = (columns < num_columns)[None, :]
+            is_last = first + BLOCK_V > num_columns
             if EPILOGUE == GRADIENT:
                 lse = tl.load(logsumexp + rows, mask=row_mask, other=0.0)
                 lse = tl.where(lse == float("-inf"), 0.0, lse)
@@ -145,30 +147,37 @@ def linear_kernel(
                     gradient *= g_p[:, None] * slope - g_log * log_p
                 else:
                     gradient *= g_p[:, None] * slope
-                if any_label:
-                    gradient += tl.where(is_label, g_logprob[:, None] * slope, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= cap_slope
-                if first + BLOCK_V > num_columns:
-                    gradient = tl.where(is_valid, gradient, 0.0)
-                _store_halves(output, gradient, tile_r * BLOCK_R, first)
+                if is_last | any_label:
+                    is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+                    of_label = g_logprob[:, None] * slope
+                    if HAS_SOFTCAP:
+                        of_label *= cap_slope
+                    gradient += tl.where(is_label, of_label, 0.0)
+                    gradient = tl.where((columns < num_columns)[None, :], gradient, 0.0)
+                    _store_halves(output, gradient, tile_r * BLOCK_R, first)
+                else:
+                    _store_halves(output, gradient, tile_r * BLOCK_R, first)
             else:
-                x = product * factor
-                top = tl.max(x, 1)
-                if first + BLOCK_V > num_columns:
-                    top = tl.max(tl.where(is_valid, x, float("-inf")), 1)
-                if any_label:
-                    picked = tl.sum(tl.where(is_label, x, 0.0), 1) * LN_2
-                    tl.store(label_logits + rows, picked, mask=row_mask & has_label)
-                is_empty = top == float("-inf")
-                reference = top
-                if EPILOGUE != STATISTICS:
-                    reference = nearest_reference(top)
-                reference = tl.where(is_empty, 0.0, reference)
+                if IS_INCREASING:
+                    # Rounding is monotonic too: the same bits for half of the instructions.
+                    top = tl.max(product, 1)[:, None] * factor
+                else:
+                    top = tl.max(product * factor, 1)[:, None]
+                is_empty, reference = _reference(tl.reshape(top, (BLOCK_R,)), EPILOGUE)
+                # Products of padding must not have a say in it.
+                reference = tl.where(is_last, 0.0, reference)
                 # Explicitly: PARTS and EXPONENTIALS must not differ in what a compiler fuses.
                 shifted = tl.fma(product, factor, -reference[:, None])
-                if first + BLOCK_V > num_columns:
+                if is_last:
+                    is_valid = (columns < num_columns)[None, :]
                     shifted = tl.where(is_valid, shifted, float("-inf"))
+                    is_empty, reference = _reference(tl.max(shifted, 1), EPILOGUE)
+                    shifted -= reference[:, None]
+                    _store_label(label_logits + rows, label, shifted, reference, row_mask)
+                elif any_label:
+                    _store_label(label_logits + rows, label, shifted, reference, row_mask)
                 exponential = tl.exp2(shifted)
                 stride = tl.cast(num_rows, tl.int64)
                 target = partials + tile_v * 3 * stride + rows
@@ -183,6 +192,26 @@ def linear_kernel(
                         exponential *= cap_slope
                     _store_halves(output, exponential, tile_r * BLOCK_R, first)
             product = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+
+
+@triton.jit
+def _store_label(label_logits, label, shifted, reference, row_mask):
+    """Stores the logits of the labels that are columns of the tile, in nats."""
+    BLOCK_V: tl.constexpr = shifted.shape[1]
+    has_label = (label >= 0) & (label < BLOCK_V)
+    is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+    picked = tl.sum(tl.where(is_label, shifted, 0.0), 1) + reference
+    tl.store(label_logits, picked * LN_2, mask=row_mask & has_label)
+
+
+@triton.jit
+def _reference(top, EPILOGUE: tl.constexpr):
+    """Whether rows have no finite logit, and the reference of their largest."""
+    is_empty = top == float("-inf")
+    reference = top
+    if EPILOGUE != STATISTICS:
+        reference = nearest_reference(top)
+    return is_empty, tl.where(is_empty, 0.0, reference)
 
 
 @triton.jit

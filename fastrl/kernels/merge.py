@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.kernels.arguments import MOST_PARTS, ceil_div
+from fastrl.kernels.arguments import MOST_PARTS, ceil_div, next_power_of_2
 from fastrl.kernels.transform import LOG2_E
 
 # Parts times rows of a program: 96 registers a thread.
@@ -32,7 +32,7 @@ def merge_partial_statistics(
         _launch(merged, partials, None, MOST_PARTS, entropy=entropy)
         partials = merged
     assert statistics.stride(1) == 1 or statistics.shape[1] == 1
-    width = triton.next_power_of_2(partials.shape[0])
+    width = next_power_of_2(partials.shape[0])
     _launch(statistics[None], partials, None, width, entropy=entropy, accumulate=True)
 
 
