@@ -140,7 +140,7 @@ def linear_exponentials(
     *,
     entropy: bool,
 ) -> Tensor:  # [tiles, 3, R] fp32
-    """`linear_statistics` that also stores the exponentials of the logits, relative to a reference.
+    """Statistics of rows, and the exponentials of their logits relative to a reference.
 
         output = e^(z - reference),  times the slope of the cap if there is one
 
@@ -148,8 +148,9 @@ def linear_exponentials(
     nearly every row, so that the exponentials keep their relative precision in bf16 whatever the
     logits are. The gradient of the loss is output times a number a row: see `exponentials`.
 
-    `output` is 0 in the columns of padding, its rows are 16-byte aligned; the other arguments are
-    those of `linear_statistics`. The result holds the tiles' references (in nats), s and u.
+    `output` is 0 in the columns of padding, its rows are 16-byte aligned. The first three of
+    `statistics` are overwritten; otherwise the arguments are those of `linear_statistics`. The
+    result holds the tiles' references (in nats), s and u.
     """
     assert output.dtype == torch.bfloat16, "other 16-bit floats have too few exponents"
     partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), statistics)
@@ -165,7 +166,7 @@ def linear_exponentials(
         partials=partials,
     )
     launch(weight, output, tile)
-    merge_partial_statistics(statistics, partials, entropy=entropy)
+    merge_partial_statistics(statistics, partials, entropy=entropy, accumulate=False)
     return partials
 
 

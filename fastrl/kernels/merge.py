@@ -24,8 +24,12 @@ def merge_partial_statistics(
     partials: Tensor,  # [N, 3, R] fp32
     *,
     entropy: bool,
+    accumulate: bool = True,
 ) -> None:
-    """Merges the tree of N parts into the first three rows of the statistics, in place."""
+    """Merges the tree of N parts into the first three rows of the statistics, in place.
+
+    Without `accumulate` what stood there is overwritten.
+    """
     while partials.shape[0] > MOST_PARTS:
         nodes = ceil_div(partials.shape[0], MOST_PARTS)
         merged = partials.new_empty(nodes, 3, partials.shape[2])
@@ -33,7 +37,7 @@ def merge_partial_statistics(
         partials = merged
     assert statistics.stride(1) == 1 or statistics.shape[1] == 1
     width = next_power_of_2(partials.shape[0])
-    _launch(statistics[None], partials, None, width, entropy=entropy, accumulate=True)
+    _launch(statistics[None], partials, None, width, entropy=entropy, accumulate=accumulate)
 
 
 def merge_nodes(

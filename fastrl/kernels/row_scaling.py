@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
@@ -86,35 +89,57 @@ def _rows_kernel(
 
 
 def scale_in_place(
-    tensor: Tensor,  # any shape, contiguous
+    tensors: Sequence[Tensor],  # of any shapes, contiguous
     factor: Tensor,  # scalar
 ) -> None:
-    """tensor *= factor. A factor of exactly 1 is detected on the device and costs one launch.
+    """tensor *= factor of each. A factor of exactly 1 is detected on the device: one launch a pair.
 
     The upstream gradient of a loss is nearly always 1; reading it on the host would synchronise.
     """
-    assert tensor.is_contiguous()
-    if tensor.numel() == 0:
-        return
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    tensors = [tensor for tensor in tensors if tensor.numel()]
     block = 4096
-    num_programs = min(ceil_div(tensor.numel(), block), MAX_PROGRAMS)
-    _scale_kernel[(num_programs,)](
-        tensor=tensor, factor=factor, size=tensor.numel(), BLOCK=block, num_warps=4
-    )
+    for first, second in zip_longest(tensors[::2], tensors[1::2]):
+        size = max(first.numel(), 0 if second is None else second.numel())
+        _scale_kernel[(min(ceil_div(size, block), MAX_PROGRAMS),)](
+            first=first,
+            second=second,
+            factor=factor,
+            first_size=first.numel(),
+            second_size=0 if second is None else second.numel(),
+            HAS_SECOND=second is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+@triton.jit(do_not_specialize=["first_size", "second_size"])
+def _scale_kernel(
+    first,
+    second,  # or None
+    factor,
+    first_size,
+    second_size,
+    HAS_SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A grid-strided pass over each tensor, or none."""
+    number = tl.load(factor).to(tl.float32)
+    if number != 1.0:
+        _scale(first, number, first_size, BLOCK)
+        if HAS_SECOND:
+            _scale(second, number, second_size, BLOCK)
 
 
 @triton.jit
-def _scale_kernel(tensor, factor, size, BLOCK: tl.constexpr):
-    """A grid-strided pass, or none."""
-    number = tl.load(factor).to(tl.float32)
-    if number != 1.0:
-        num_programs = tl.num_programs(0).to(tl.int64)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        for start in range(first, tl.cast(size, tl.int64), num_programs * BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            mask = index < size
-            scaled = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * number
-            tl.store(tensor + index, scaled.to(tensor.dtype.element_ty), mask=mask)
+def _scale(tensor, number, size, BLOCK: tl.constexpr):
+    num_programs = tl.num_programs(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, tl.cast(size, tl.int64), num_programs * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        mask = index < size
+        scaled = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * number
+        tl.store(tensor + index, scaled.to(tensor.dtype.element_ty), mask=mask)
 
 
 def column_sums(

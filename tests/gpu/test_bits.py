@@ -44,7 +44,8 @@ def test_without_the_key_strategies_differ() -> None:
 @pytest.mark.parametrize("strategy", ["single_pass", "recompute"])
 def test_gradients_twice_and_beside_other_rows(strategy: str) -> None:
     batch = grpo_batch(6, 90, 5000)
-    head = grpo_head(256, 5000, strategy=strategy, deterministic=True)
+    losses = {"policy": {"type": "reinforce"}}  # which clips no document
+    head = grpo_head(256, 5000, strategy=strategy, deterministic=True, losses=losses)
     check_gradients(head, torch.randn(batch.num_tokens, 256, device="cuda", dtype=BF16), batch)
 
 

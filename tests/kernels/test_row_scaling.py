@@ -52,7 +52,7 @@ def test_scatter_scaled_rows(
 def test_scale_in_place(shape: tuple[int, ...], factor: float) -> None:
     tensor = torch.randn(shape)
     expected = tensor * factor
-    scale_in_place(tensor, torch.tensor(factor))
+    scale_in_place([tensor], torch.tensor(factor))
     assert torch.equal(tensor, expected)
 
 
@@ -60,8 +60,17 @@ def test_scale_in_place_covers_what_the_grid_does_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(row_scaling, "MAX_PROGRAMS", 2)
     tensor = torch.randn(5 * 4096 + 3)
     expected = tensor * 3
-    scale_in_place(tensor, torch.tensor(3.0))
+    scale_in_place([tensor], torch.tensor(3.0))
     assert torch.equal(tensor, expected)
+
+
+def test_scale_in_place_of_several_tensors() -> None:
+    sizes, dtypes = (3, 0, 5000, 7), (torch.float32, torch.float32, torch.float16, torch.float32)
+    tensors = [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    for factor in (1.0, 3.0):
+        expected = [tensor * factor for tensor in tensors]
+        scale_in_place(tensors, torch.tensor(factor))
+        assert all(map(torch.equal, tensors, expected))
 
 
 @pytest.mark.parametrize(

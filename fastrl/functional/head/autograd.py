@@ -22,7 +22,11 @@ def exactly(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
     @wraps(function)
     def on_device(ctx: Any, *arguments: Any) -> ResultT:
         tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
-        with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
+        device = tensor.device
+        is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+        if is_current and not torch.is_autocast_enabled(device.type):
+            return function(ctx, *arguments)
+        with torch.cuda.device_of(tensor), torch.autocast(device.type, enabled=False):
             return function(ctx, *arguments)
 
     return on_device

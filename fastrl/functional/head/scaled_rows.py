@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,13 +62,18 @@ def scatter_scaled(
     output.index_copy_(0, rows, values.to(output.dtype))
 
 
-def scaled(grad: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
-    """grad * factor (a scalar tensor), without synchronisation."""
-    if grad is None or not in_place:
-        return None if grad is None else grad * factor
-    if can_run(grad):
+def scaled(
+    grads: Sequence[Tensor | None], factor: Tensor, *, in_place: bool
+) -> list[Tensor | None]:
+    """Each of `grads` times `factor` (a scalar tensor), without synchronisation."""
+    if not in_place:
+        return [None if grad is None else grad * factor for grad in grads]
+    there = [grad for grad in grads if grad is not None]
+    if there and all(map(can_run, there)):
         from fastrl.kernels.row_scaling import scale_in_place
 
-        scale_in_place(grad, factor)
-        return grad
-    return grad.mul_(factor)
+        scale_in_place(there, factor)
+    else:
+        for grad in there:
+            grad.mul_(factor)
+    return list(grads)

@@ -105,7 +105,7 @@ class _SinglePassLoss(torch.autograd.Function):
         if not keep_graph:
             # Without another reference autograd takes the buffer without a copy.
             ctx.gradients = None
-        results = [scaled(grad, grad_loss, in_place=not keep_graph) for grad in gradients]
+        results = scaled(gradients, grad_loss, in_place=not keep_graph)
         del gradients
         if ctx.main_grad is not None and results[1] is not None:
             ctx.main_grad.add_(results[1])

@@ -118,13 +118,13 @@ class LogitsChunk:
     ) -> None:
         self._hidden, self._weight, self._labels = hidden, weight, labels
         self._transform, self._tile = transform, tile
-        dtype = accumulation_dtype(hidden.dtype)
-        self.running = new_running_statistics(hidden.shape[0], dtype, hidden.device)
+        dtype, device, num_rows = accumulation_dtype(hidden.dtype), hidden.device, len(hidden)
         self._references: Tensor | None = None
         self.parts: Tensor | None = None
         if _keeps_exponentials(hidden, weight):
             from fastrl.kernels.linear import linear_exponentials
 
+            self.running = torch.full((4, num_rows), -torch.inf, dtype=dtype, device=device)
             self._logits = _new_operand(hidden, weight.shape[0], torch.bfloat16)
             self.parts = self._references = linear_exponentials(
                 self.running,
@@ -136,7 +136,9 @@ class LogitsChunk:
                 tile,
                 entropy=entropy,
             )
-        elif deterministic:
+            return
+        self.running = new_running_statistics(num_rows, dtype, device)
+        if deterministic:
             self._logits = matmul(hidden, weight.t())
             operands = (hidden, weight, labels, transform, tile)
             self.parts = tile_parts(self.running[LABEL], *operands, entropy=entropy)
