@@ -197,7 +197,7 @@ def hopper() -> Iterator[FakeTensorMode]:
         patch.setattr(Tensor, "is_cuda", property(lambda tensor: True))
         patch.setattr(kernels, "run_on_cpu", True)
         patch.setattr(kernels, "_capability", lambda device: (9, 0))
-        patch.setattr(linear, "_launch", _nothing)
+        patch.setattr(linear, "_Launch", lambda *_, **__: _nothing)
         for module, name in (
             (merge, "_merge_kernel"),
             (exponentials, "_finish_kernel"),
@@ -206,6 +206,7 @@ def hopper() -> Iterator[FakeTensorMode]:
             (row_scaling, "_scale_kernel"),
             (row_scaling, "_column_sums_kernel"),
             (row_statistics, "_row_statistics_kernel"),
+            (row_statistics, "_finish_kernel"),
         ):
             assert hasattr(module, name), name
             patch.setattr(module, name, _NoLaunch())

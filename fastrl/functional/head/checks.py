@@ -188,13 +188,12 @@ def _check_labels(labels: Tensor, hidden_states: Tensor, num_tokens: int) -> Non
 def _check_label_values(labels: Tensor, vocab_size: int, label_bound: int | None) -> None:
     message = f"`labels` must be -100 (none) or in [0, {vocab_size})"
     remedy = "; is `vocab_size` that of the tokenizer?"
-    if label_bound is not None:
-        if label_bound > vocab_size:
-            raise ValueError(f"{message}, got {label_bound - 1}{remedy}")
-        return
-    # Inside of the vocabulary, or -100: one of the two.
-    valid = (labels.clamp(0, vocab_size - 1) == labels) ^ (labels == -100)
-    require_all(valid, message, lambda: f", got {labels[~valid][0].item()}", remedy)
+    if label_bound is None:
+        # Inside of the vocabulary, or -100: one of the two.
+        valid = (labels.clamp(0, vocab_size - 1) == labels) ^ (labels == -100)
+        require_all(valid, message, lambda: f", got {labels[~valid][0].item()}", remedy)
+    elif label_bound > vocab_size:
+        raise ValueError(f"{message}, got {label_bound - 1}{remedy}")
 
 
 def _check_transform(transform: LogitTransform, labels: Tensor) -> None:

@@ -63,7 +63,12 @@ def deliver_weight_gradient(
 ) -> Tensor | None:
     """`finish_weight_gradient` of the weight, for autograd; None once it is in `main_grad`."""
     finished = finish_weight_gradient(grad, call.gradient_dtypes[1], call.groups)
-    if finished is None or call.main_grad is None:
-        return finished
-    call.main_grad.add_(finished)
+    return added(finished, call.main_grad)
+
+
+def added(grad: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
+    """None once a gradient is added to its buffer; itself without one."""
+    if grad is None or main_grad is None:
+        return grad
+    main_grad.add_(grad)
     return None

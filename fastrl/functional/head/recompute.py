@@ -57,9 +57,7 @@ def recompute_logprobs(
     logprobs, entropy, logsumexp, is_argmax = _RecomputeLogprobs.apply(
         *call.tensors, call, gradient_rows
     )
-    return TokenStatistics(
-        logprobs, entropy if call.options.entropy else None, logsumexp, is_argmax=is_argmax
-    )
+    return TokenStatistics(logprobs, entropy, logsumexp, is_argmax=is_argmax)
 
 
 def forward_statistics(
@@ -127,7 +125,7 @@ class _RecomputeLogprobs(torch.autograd.Function):
         # What is gathered goes when its rows are taken.
         hidden = gather_hidden(call.hidden_states, call.groups)[call.rows]
         running = _running_statistics(call, hidden, call.rows)
-        is_argmax: Tensor | None = None
+        is_argmax = None
         if call.options.is_argmax:
             # The running maximum is the largest logit itself where no exponentials are kept.
             is_argmax = scatter_rows(running[LABEL] >= running[MAX], call.rows, call.num_tokens)
@@ -167,10 +165,8 @@ class _RecomputeLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             deliver_weight_gradient(grad_weight, call),
-            *(
-                grad if grad is None else finish_weight_gradient(grad, grad.dtype, call.groups)
-                for grad in (grad_bias, grad_low_rank)
-            ),
+            finish_weight_gradient(grad_bias, None, call.groups),
+            finish_weight_gradient(grad_low_rank, None, call.groups),
             None,
             None,
         )

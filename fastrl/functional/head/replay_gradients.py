@@ -126,8 +126,5 @@ class ReplayGradients:
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
             None if self.is_added else deliver_weight_gradient(weight, self.call),
-            *(
-                grad if grad is None else finish_weight_gradient(grad, grad.dtype, self.call.groups)
-                for grad in others
-            ),
+            *(finish_weight_gradient(grad, None, self.call.groups) for grad in others),
         )

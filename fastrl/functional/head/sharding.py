@@ -90,9 +90,9 @@ def rows_with_gradient(
 
 
 def finish_weight_gradient(
-    grad: Tensor | None, dtype: torch.dtype, groups: ParallelGroups
+    grad: Tensor | None, dtype: torch.dtype | None, groups: ParallelGroups
 ) -> Tensor | None:
-    """The gradient of weight or bias in `dtype`; destroys `grad`.
+    """The gradient of weight or bias in `dtype`, or as it is where that is None; destroys `grad`.
 
     That of a weight replicated over `sp` is all-reduced in `accumulation_dtype`, a part at a time:
     a sum in 16 bits would round once a rank.
@@ -104,7 +104,7 @@ def finish_weight_gradient(
             wide = part.to(accumulation_dtype(part.dtype))
             dist.all_reduce(wide, group=groups.sp)
             part.copy_(wide)
-    return grad.to(dtype)
+    return grad if dtype is None else grad.to(dtype)
 
 
 class HiddenGradient:

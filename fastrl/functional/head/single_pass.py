@@ -16,6 +16,8 @@ from torch import Tensor
 from fastrl.functional.head.autograd import exactly, first_order
 from fastrl.functional.head.call import HeadCall
 from fastrl.functional.head.deterministic import over_vocabulary
+from fastrl.functional.head.logits_chunk import LogitsChunk
+from fastrl.functional.head.main_grad import added
 from fastrl.functional.head.recompute import forward_statistics
 from fastrl.functional.head.running import (
     finish_statistics,
@@ -24,7 +26,6 @@ from fastrl.functional.head.running import (
 )
 from fastrl.functional.head.scaled_rows import scaled
 from fastrl.functional.head.sharding import HiddenGradient, finish_weight_gradient, gather_hidden
-from fastrl.functional.head.tile_ops import LogitsChunk
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels.arguments import RowGradients
 
@@ -107,9 +108,7 @@ class _SinglePassLoss(torch.autograd.Function):
             ctx.gradients = None
         results = scaled(gradients, grad_loss, in_place=not keep_graph)
         del gradients
-        if ctx.main_grad is not None and results[1] is not None:
-            ctx.main_grad.add_(results[1])
-            results[1] = None
+        results[1] = added(results[1], ctx.main_grad)
         return (*results, None, None, None, None, None)
 
 
@@ -126,18 +125,14 @@ class _SinglePass:
         weight, bias = call.weight, call.bias
         self.call, self.rows = call, gradient_rows
         self.hidden = gather_hidden(call.hidden_states, call.groups)
-        weight_dtype = call.gradient_dtypes[1]
         self.losses: list[Tensor] = []
         self.parts: list[TokenStatistics] = []
         self.grad_hidden = HiddenGradient(call) if needs[0] else None
         self.grad_weight: Tensor | None = None
         if needs[1]:
             # The product of a single chunk accumulates in fp32; several are summed in fp32.
-            self.grad_weight = torch.empty(
-                weight.shape,
-                dtype=weight_dtype if num_chunks <= 1 else call.dtype,
-                device=weight.device,
-            )
+            dtype = call.gradient_dtypes[1] if num_chunks <= 1 else call.dtype
+            self.grad_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
             if num_chunks == 0:
                 self.grad_weight.zero_()
         self.grad_bias: Tensor | None = None
@@ -146,13 +141,12 @@ class _SinglePass:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight and bias, in their dtypes."""
-        call, bias = self.call, self.call.bias
+        call = self.call
+        of_bias = None if call.bias is None else call.bias.dtype
         return (
             None if self.grad_hidden is None else self.grad_hidden.finish(),
             finish_weight_gradient(self.grad_weight, call.gradient_dtypes[1], call.groups),
-            None
-            if bias is None
-            else finish_weight_gradient(self.grad_bias, bias.dtype, call.groups),
+            finish_weight_gradient(self.grad_bias, of_bias, call.groups),
         )
 
     def chunk(self, start: int, stop: int, loss: ChunkLoss) -> None:

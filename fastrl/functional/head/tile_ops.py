@@ -13,9 +13,6 @@ from torch import Tensor
 
 from fastrl.functional.head import torch_rows
 from fastrl.functional.head.matmul import accumulation_dtype, matmul
-from fastrl.functional.head.parts import tile_parts
-from fastrl.functional.head.running import LABEL, new_running_statistics
-from fastrl.functional.head.scaled_rows import ScaledRows
 from fastrl.functional.statistics import TokenStatistics
 from fastrl.kernels import can_run, can_run_fused, has_fused_layout
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
@@ -89,97 +86,12 @@ class TileGradients:
     ) -> Tensor:  # [R, S]
         """The gradient of a tile, ready to be an operand of a matrix product."""
         if self._fused is not None:
-            matrix = _new_operand(self._hidden, weight.shape[0], self._hidden.dtype)
+            matrix = new_operand(self._hidden, weight.shape[0], self._hidden.dtype)
             self._fused(matrix, weight, tile)
             return matrix
         logits = matmul(self._hidden, weight.t())
         rows = (self._labels, self._statistics, self._gradients, self._transform)
         return row_gradient(logits, *rows, tile, self._hidden.dtype)
-
-
-class LogitsChunk:
-    """A chunk of rows of the whole (local) vocabulary, from its statistics to its gradient.
-
-    Attributes:
-        running: [4, R] running statistics of the chunk; if `deterministic`, the labels' logits.
-        parts: those of `tile_parts` if `deterministic`.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,  # [R, D]
-        weight: Tensor,  # [V, D]
-        labels: Tensor,  # [R]
-        transform: LogitTransform,
-        tile: VocabularyTile,
-        *,
-        entropy: bool,
-        deterministic: bool = False,
-    ) -> None:
-        self._hidden, self._weight, self._labels = hidden, weight, labels
-        self._transform, self._tile = transform, tile
-        dtype, device, num_rows = accumulation_dtype(hidden.dtype), hidden.device, len(hidden)
-        self._references: Tensor | None = None
-        self.parts: Tensor | None = None
-        if _keeps_exponentials(hidden, weight):
-            from fastrl.kernels.linear import linear_exponentials
-
-            self.running = torch.full((4, num_rows), -torch.inf, dtype=dtype, device=device)
-            self._logits = _new_operand(hidden, weight.shape[0], torch.bfloat16)
-            self.parts = self._references = linear_exponentials(
-                self.running,
-                self._logits,
-                hidden,
-                weight,
-                labels,
-                transform,
-                tile,
-                entropy=entropy,
-            )
-            return
-        self.running = new_running_statistics(num_rows, dtype, device)
-        if deterministic:
-            self._logits = matmul(hidden, weight.t())
-            operands = (hidden, weight, labels, transform, tile)
-            self.parts = tile_parts(self.running[LABEL], *operands, entropy=entropy)
-        else:
-            self._logits = matmul(hidden, weight.t())
-            update_row_statistics(
-                self.running, self._logits, labels, transform, tile, entropy=entropy
-            )
-
-    def gradient(self, statistics: TokenStatistics, gradients: RowGradients) -> ScaledRows:
-        """Gradient of the products, in the memory of the logits; can be called once.
-
-        `statistics` cover the whole vocabulary; `gradients` are those of the loss by them.
-        """
-        where = (self._transform, self._tile)
-        if self._references is None:
-            matrix = row_gradient(
-                self._logits, self._labels, statistics, gradients, *where, self._hidden.dtype
-            )
-            return ScaledRows(matrix, None)
-        if gradients.entropy is not None and self._transform.softcap is not None:
-            # log p cannot be recovered from what is stored: recompute the logits.
-            from fastrl.kernels.linear import linear_gradient
-
-            operands = (self._hidden, self._weight, self._labels)
-            of_rows = (statistics.logsumexp, statistics.entropy)
-            linear_gradient(self._logits, *operands, *of_rows, gradients, *where)
-            return ScaledRows(self._logits, None)
-        from fastrl.kernels.exponentials import finish_exponentials
-
-        factors = finish_exponentials(
-            self._logits,
-            self._references,
-            self.running[LABEL],
-            self._labels,
-            statistics.logsumexp,
-            statistics.entropy,
-            gradients,
-            *where,
-        )
-        return ScaledRows(self._logits, factors)
 
 
 def update_row_statistics(
@@ -225,7 +137,8 @@ def row_gradient(
     )
 
 
-def _keeps_exponentials(hidden: Tensor, weight: Tensor) -> bool:
+def keeps_exponentials(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a chunk of `single_pass` is of exponentials, and not of logits."""
     return can_run_fused(hidden, weight) and _has_exponentials(hidden, weight)
 
 
@@ -235,7 +148,7 @@ def _has_exponentials(hidden: Tensor, weight: Tensor) -> bool:
     return is_wide and has_fused_layout(hidden, weight)
 
 
-def _new_operand(hidden: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
+def new_operand(hidden: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
     """[R, S] with rows at multiples of 16 bytes."""
     padded = -(-num_columns // 8) * 8
     memory = torch.empty(hidden.shape[0], padded, dtype=dtype, device=hidden.device)

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -79,16 +78,6 @@ class LanguageModelLoss(ConfiguredLoss, ABC, Generic[ConfigT]):
         if self.config.normalisation == "groups":
             required(batch.group_label_counts, "group_label_counts", self)
         return normalised(values, batch, self.config)
-
-
-def masked(values: Tensor, mask: Tensor) -> Tensor:  # [T], [T]
-    """`values` where `mask`, and exactly 0 (also in the gradient) elsewhere, NaN or not."""
-    return torch.where(mask, values, 0)
-
-
-def at_labels(values: Tensor, batch: BatchKwargs) -> Tensor:  # [T]
-    """`values` at the labels of the batch, and exactly 0 elsewhere as `masked`."""
-    return values if batch.all_labelled else masked(values, batch.labels != -100)
 
 
 def required(value: ValueT | None, name: str, loss: object, reason: str = "") -> ValueT:

@@ -9,7 +9,7 @@ from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.kl import kl_estimate
 from fastrl.functional.metrics import wide
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.masks import masked
 from fastrl.layers.losses.policy_terms import PolicyTerms
 from fastrl.layers.losses.reduction import document_mean
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastrl.config.corrections import CorrectionConfig
 from fastrl.functional.kl import kl_estimate
-from fastrl.layers.losses.base import at_labels
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import bounded_exp
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastrl.config.losses import DistillationLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, at_labels
+from fastrl.layers.losses.base import LanguageModelLoss
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.reduction import token_mean
 
 

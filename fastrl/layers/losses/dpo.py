@@ -10,7 +10,8 @@ from fastrl.config.losses import DPOLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Scope, at_labels, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, required
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.pairs import check_pairs
 from fastrl.layers.losses.reduction import token_mean
 
@@ -91,10 +92,9 @@ class DPOLoss(LanguageModelLoss[DPOLossConfig]):
     def _metrics(
         self, margins: Tensor, statistics: TokenStatistics, batch: BatchKwargs
     ) -> dict[str, Tensor]:
-        mask = batch.labels != -100
         return {
             "loss": self.value(margins, batch),
-            "margin": self.normalise(masked(self.config.beta * margins, mask), batch),
-            "accuracy": self.normalise(masked((margins > 0).to(margins.dtype), mask), batch),
+            "margin": self.normalise(at_labels(self.config.beta * margins, batch), batch),
+            "accuracy": self.normalise(at_labels((margins > 0).to(margins.dtype), batch), batch),
             "logprob": token_mean(statistics.logprobs, batch),
         }

@@ -7,7 +7,7 @@ from torch import Tensor
 from fastrl.config.advantages import KLInRewardConfig
 from fastrl.config.loss_options import HIGHEST_RATIO, KLConfig
 from fastrl.functional.kl import kl_estimate
-from fastrl.layers.losses.base import at_labels
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 from fastrl.layers.losses.ratios import ratio_of_level
 

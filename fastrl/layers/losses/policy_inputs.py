@@ -10,7 +10,8 @@ from torch import Tensor
 from fastrl.config.loss_options import OnPolicyDistillationConfig, RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import at_labels, required
+from fastrl.layers.losses.base import required
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.on_policy_distillation import teacher_advantages
 
 

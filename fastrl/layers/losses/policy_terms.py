@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastrl.layers.losses.base import masked
+from fastrl.layers.losses.masks import masked
 
 
 @dataclass(frozen=True)

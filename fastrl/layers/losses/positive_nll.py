@@ -8,7 +8,8 @@ from torch import Tensor
 from fastrl.config.losses import PositiveNLLLossConfig
 from fastrl.functional.batch import BatchKwargs, RowSet
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, masked, required
+from fastrl.layers.losses.base import LanguageModelLoss, required
+from fastrl.layers.losses.masks import masked
 from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 from fastrl.layers.losses.reduction import token_mean
 

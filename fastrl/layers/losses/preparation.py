@@ -62,10 +62,9 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
         config, level = self.config, self.ratio_level
         batch = self._with_old_policy(statistics, batch)
         inputs = policy_inputs(self, level, config.on_policy_distillation, statistics, batch)
-        corrections = Corrections(self._corrections, inputs)
+        corrections, advantages = Corrections(self._corrections, inputs), inputs.advantages
         columns = corrections.columns() | self._document_columns(inputs)
         sums = per_document(columns, batch, self.token_groups)
-        advantages = inputs.advantages
         if level == "document":
             advantages = per_document_mean(sums["advantages"], batch)
         groups = (*self.token_groups, self.data_group)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.metrics import EXTREME, wide, wide_dtype
-from fastrl.layers.losses.base import at_labels
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.normalisation import at_least_one, draw_weighted
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastrl.config.losses import SquaredLogRatioLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.statistics import TokenStatistics
-from fastrl.layers.losses.base import LanguageModelLoss, Scope, at_labels, required
+from fastrl.layers.losses.base import LanguageModelLoss, Scope, required
+from fastrl.layers.losses.masks import at_labels
 from fastrl.layers.losses.ratios import per_document
 from fastrl.layers.losses.reduction import token_metrics
 

@@ -14,7 +14,8 @@ from fastrl.config.loss_options import EntropyConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.quantiles import top_fraction
-from fastrl.layers.losses.base import Scope, masked
+from fastrl.layers.losses.base import Scope
+from fastrl.layers.losses.masks import masked
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 
 
