@@ -198,8 +198,7 @@ class Bars:
         except NotRun as reason:
             print(f"peer not run: {reason}")
             return None
-        ours = self._update()
-        documents = self._one
+        ours, documents = self._update(), self._several
         runs = {"ours": lambda: ours(documents), "peer": lambda: peer(documents)}
         times = self._medians(runs)
         kernels = {name: kernel_times(run) for name, run in runs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -325,8 +326,11 @@ class BatchKwargs:
         gathered |= {name: entries[index] for name, entries in self.entries.items()}
         gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
         gathered["all_labelled"] = is_own or self.all_labelled
-        dropped = (*_ROW_SETS, "visible_until")
-        return replace(self, **gathered | dict.fromkeys(dropped))
+        dropped = dict.fromkeys((*_ROW_SETS, "visible_until"))
+        # Not by `replace`: what is selected from vectors that fit does fit, and this is hot.
+        selected = copy(self)
+        vars(selected).update(gathered | dropped)
+        return selected
 
     @property
     def row_sets(self) -> dict[str, RowSet]:
@@ -367,7 +371,7 @@ def _gathered(
     gathered: dict[str, Tensor] = {}
     for dtype in {vector.dtype: None for vector in vectors.values()}:
         same = {name: vector for name, vector in vectors.items() if vector.dtype == dtype}
-        gathered |= zip(same, torch.stack(list(same.values()))[:, index], strict=True)
+        gathered |= zip(same, torch.stack(list(same.values())).index_select(1, index), strict=True)
     return gathered
 
 
