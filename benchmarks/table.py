@@ -87,7 +87,7 @@ def benchmark_table(name: str) -> str:
         f"{first['shape_name']}: {sizes(first)}; {first['rows_labelled']} rows labelled,"
         f" {first['rows_active']} with gradient."
     )
-    parts = [f"{shape} {provenance(first, name)}\n"]
+    parts = [f"{shape} {provenance(first, name)}{earlier_runs(rows)}\n"]
     for passes, title in (
         ("fwdbwd", "Loss, forward and backward"),
         ("fwd", "Log-probabilities and entropy, no gradient"),
@@ -363,6 +363,16 @@ def provenance(row: dict[str, Any], name: str) -> str:
     )
 
 
+def earlier_runs(rows: list[dict[str, Any]]) -> str:
+    """Which rows are of another commit than the first: peers whose own code did not change."""
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row["commit"] != rows[0]["commit"]:
+            names = others.setdefault(row["commit"][:7], [])
+            names += [row["implementation"]] * (row["implementation"] not in names)
+    return "".join(f" Of commit {key}: {', '.join(names)}." for key, names in others.items())
+
+
 def markdown(lines: list[list[str]]) -> str:
     """A table, its header first."""
     header, *body = lines
@@ -371,13 +381,12 @@ def markdown(lines: list[list[str]]) -> str:
 
 def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
     """Rows by time; those that did not run last, with the reason."""
-    first = rows[0]
-    base, base_name = first["floor_active_ms"], "3 products, rows with gradient"
+    floor, base_name = "floor_active_ms", "3 products, rows with gradient"
     errors = [("error_grad_hidden", "error of dh"), ("error_grad_weight", "error of dW")]
     if passes == "fwd":
-        base, base_name = first["floor_labelled_ms"], "1 product, labelled rows"
+        floor, base_name = "floor_labelled_ms", "1 product, labelled rows"
         errors = [("error_logprobs", "mean error of log-prob")]
-    header = ["implementation", "ms", f"x floor ({base_name}, {base:.1f} ms)", "peak GiB"]
+    header = ["implementation", "ms", f"x floor ({base_name}, {rows[0][floor]:.1f} ms)", "peak GiB"]
     header += [title for _, title in errors]
     # Results of before it was counted have none.
     with_rate = any("tflops" in row for row in rows)
@@ -389,7 +398,7 @@ def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
         cells = [
             f"{row['implementation']} ({row['strategy']})",
             f"{row['time_ms']:.1f}",
-            over_floor(row, base),
+            over_floor(row, floor),
             "" if peak is None else f"{peak / 2**30:.2f}",
         ]
         cells[2:2] = [rate(row)] if with_rate else []
@@ -399,9 +408,9 @@ def passes_table(rows: list[dict[str, Any]], passes: str) -> str:
     return markdown(lines) + (f"\nNot run:\n{reasons}\n" if missing else "")
 
 
-def over_floor(row: dict[str, Any], base: float) -> str:
-    """Time over that of the products; where the head makes four, over these as well."""
-    ratio = f"{row['time_ms'] / base:.2f}"
+def over_floor(row: dict[str, Any], floor: str) -> str:
+    """Time over that of the products of its run; where the head makes four, over these as well."""
+    ratio = f"{row['time_ms'] / row[floor]:.2f}"
     if row["strategy"] == "recompute" and row["implementation"].startswith("fastrl"):
         ratio += f" ({row['time_ms'] / row['floor_recompute_active_ms']:.2f} of 4 products)"
     return ratio
