@@ -20,11 +20,10 @@ from fastrl.functional.head.tiling import (
     single_pass_rows,
     spans,
 )
+from fastrl.kernels.arguments import MAX_PARTIAL_BYTES
 from fastrl.layers.head_plan import HeadRows, OperandFacts, chunk_ends, needs_of
 from fastrl.layers.losses import LanguageModelLoss, build_loss
 
-# Bound of `kernels.linear` for one launch with statistics only.
-_MAX_PARTIAL_BYTES = 48 * 2**20
 # Most tensors of a chunk's size in fp32 during the search of a keep-set among 64-bit keys.
 _TENSORS_OF_SEARCH = 18
 # Entries that a sampler recorded for a token, as many as top-p of 0.97 leaves on average, and the
@@ -219,7 +218,7 @@ def _recompute(names: str, options: HeadOptions, shape: HeadShape) -> HeadOp:
     rows = Memory(_ROWS, shape.labelled * size * narrow)
     if shape.is_fused:
         tiles = -(-shape.columns // BLOCK_COLUMNS)
-        work = Memory(_PARTIAL, min(12 * tiles * shape.labelled, _MAX_PARTIAL_BYTES))
+        work = Memory(_PARTIAL, min(12 * tiles * shape.labelled, MAX_PARTIAL_BYTES))
     else:
         tiling = recompute_tiling(shape.labelled, shape.columns, wide, *bounds)
         work = Memory(_TILE, tiling.num_rows * min(tiling.num_columns, shape.columns) * wide)

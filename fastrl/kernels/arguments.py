@@ -12,6 +12,8 @@ from torch import Tensor
 
 # Columns of a part of the vocabulary: a leaf of the merge tree, a tile of a fused product.
 PART_COLUMNS = 256
+# Bounds the statistics of parts that exist at a time, of a chunk of rows.
+MAX_PARTIAL_BYTES = 48 * 2**20
 # Parts that are merged at a time, a power of two.
 MOST_PARTS = 512
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastrl.kernels.arguments import (
+    MAX_PARTIAL_BYTES,
     PART_COLUMNS,
     LogitTransform,
     RowGradients,
@@ -48,8 +49,6 @@ class Blocks:
 BLOCKS = Blocks()
 # Row tiles whose hidden states fit this go through the columns together and stay in L2.
 GROUP_BYTES = 40 * 2**20
-# Bounds the partial statistics of one launch, 12 bytes a row and column tile.
-MAX_PARTIAL_BYTES = 48 * 2**20
 
 
 def linear_statistics(

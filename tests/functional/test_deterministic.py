@@ -237,7 +237,7 @@ def test_memory_of_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return of_tile(label_logits, *others, **options)
 
     monkeypatch.setattr(deterministic, "tile_parts", recorded)
-    monkeypatch.setattr(deterministic, "MAX_PARTS_BYTES", 12 * 3 * 10)
+    monkeypatch.setattr(deterministic, "MAX_PARTIAL_BYTES", 12 * 3 * 10)
     chunked = linear_logprobs(*operands, deterministic=True)
     assert rows == [10] * 4
     assert torch.equal(whole.logprobs, chunked.logprobs)

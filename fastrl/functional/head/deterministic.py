@@ -11,10 +11,7 @@ from fastrl.functional.head.running import LABEL
 from fastrl.functional.head.sharding import merge_over_vocabulary, merge_roots_over_vocabulary
 from fastrl.functional.head.tile_ops import keeps_no_logits
 from fastrl.functional.head.tiling import even_chunk, spans
-from fastrl.kernels.arguments import PART_COLUMNS, ceil_div
-
-# Bounds the parts of a chunk of rows.
-MAX_PARTS_BYTES = 48 * 2**20
+from fastrl.kernels.arguments import MAX_PARTIAL_BYTES, PART_COLUMNS, ceil_div
 
 
 def deterministic_statistics(
@@ -74,7 +71,7 @@ def _steps(call: HeadCall, hidden: Tensor) -> tuple[int, int]:
     chunk_size, max_logits_bytes = call.options.bounds
     itemsize = call.dtype.itemsize
     num_parts = ceil_div(num_columns, PART_COLUMNS)
-    rows = max(MAX_PARTS_BYTES // (3 * itemsize * num_parts), 1)
+    rows = max(MAX_PARTIAL_BYTES // (3 * itemsize * num_parts), 1)
     if keeps_no_logits(hidden, call.weight):
         return even_chunk(len(hidden), rows), num_columns
     most = max(max_logits_bytes // itemsize, 1)

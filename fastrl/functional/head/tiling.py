@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fastrl.kernels.arguments import ceil_div
+
 # Rows and columns of a tile are multiples of this where the bounds allow.
 ALIGNMENT = 256
 # The blocks of a GEMM, and how many of them an H100 or H200 runs at a time.
@@ -46,10 +48,10 @@ def _full_columns(num_rows: int, num_columns: int, most: int) -> int:
     """
     if num_columns <= most or most < BLOCK_COLUMNS:
         return even_chunk(num_columns, most)
-    blocks = -(-num_rows // BLOCK_ROWS)
+    blocks = ceil_div(num_rows, BLOCK_ROWS)
 
     def share_of_work(width: int) -> float:
-        rounds = -(-blocks * width // BLOCKS_AT_A_TIME)
+        rounds = ceil_div(blocks * width, BLOCKS_AT_A_TIME)
         return blocks * width / (rounds * BLOCKS_AT_A_TIME)
 
     widest = most // BLOCK_COLUMNS
@@ -109,8 +111,8 @@ def even_chunk(total: int, most: int) -> int:
     """
     if total <= most:
         return max(total, 1)
-    even = -(-total // -(-total // most))
-    aligned = -(-even // ALIGNMENT) * ALIGNMENT
+    even = ceil_div(total, ceil_div(total, most))
+    aligned = ceil_div(even, ALIGNMENT) * ALIGNMENT
     return aligned if aligned <= most else even
 
 
