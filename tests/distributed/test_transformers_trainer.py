@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastrl.config.training import ReshardAfter
+from fastrl.integrations.transformers.trained import TransformersModel
+from fastrl.models.parallelize import fully_shard_layers
+from fastrl.parallel import ParallelGroups, whole_tensor
 from fastrl.training.checkpoint import latest_checkpoint
 from tests.helpers.killed_runs import check_same, forks, score_here, train_on_ranks
+from tests.helpers.ranks import RankPool, rank_mesh
 from tests.helpers.torchrun import torchrun
 from tests.helpers.transformers_runs import write_folder, write_run
 
@@ -29,6 +37,10 @@ LORA = {"lora": {"rank": 3, "target_modules": ["q_proj", "v_proj"]}}
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "replicas": (["parallel.data=2"], {}),
     "fsdp2": (FSDP2, {}),
+    "fsdp2_update": (
+        [*FSDP2, "parallel.reshard_after=update", "phases.1.max_tokens_per_micro_batch=60"],
+        {},
+    ),
     "fsdp2_lora": (FSDP2, LORA),
 }
 
@@ -48,6 +60,42 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
     done = torchrun(2, "fastrl", "train", config, "--run-dir", str(two), *OPTIONS, *layout)
     assert done.returncode == 0, done.stderr
     _check_close(two, one)
+
+
+def _with_an_expert_that_no_token_chose(reshard_after: ReshardAfter) -> list[float]:
+    """Sizes of all parameters after two updates of two micro-batches."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    module = LlamaForCausalLM(config)
+    module.model.layers[1].expert = nn.Linear(16, 16, bias=False)
+    mesh = rank_mesh(torch.distributed.get_world_size(), 1, 1)["data"]
+    fully_shard_layers(module, module.model.layers, mesh, None, reshard_after)
+    model = object.__new__(TransformersModel)
+    model.module, model.groups = module, ParallelGroups()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(2):
+            module(input_ids=torch.tensor([[1, 2, 3, 4]]), use_cache=False).logits.sum().backward()
+        model.reduce_gradients()
+        assert all(isinstance(each.grad, DTensor) for each in module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(whole_tensor(each).double().norm()) for each in module.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update_is_the_same_however_long_weights_stay_gathered(
+    ranks: RankPool, size: int
+) -> None:
+    expected, *others = (
+        ranks(_with_an_expert_that_no_token_chose, size, reshard_after)[0]
+        for reshard_after in ("forward", "backward", "update")
+    )
+    for found in others:
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def _check_close(run: Path, expected_run: Path) -> None:

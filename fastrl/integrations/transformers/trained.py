@@ -117,6 +117,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
+        reshard_all(self.module)  # before its parameters are asked for: gathered ones have no sums
         trained = [each for each in self.module.parameters() if each.requires_grad]
         grads = []
         for parameter in trained:
@@ -126,7 +127,6 @@ class TransformersModel:
             grads.append(parameter.grad)
         if not isinstance(self.module, FSDPModule):
             all_reduce_tensors(grads, self.groups.dp)
-        reshard_all(self.module)
 
     def logprobs(self, batch: BatchKwargs) -> Tensor:
         return _logprobs(self.module, batch)
