@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import lcm
 from typing import Any
 
@@ -31,7 +30,7 @@ from fastrl.data.slices import (
     shard_slots,
     split_multiple,
 )
-from fastrl.functional.batch import ENTRIES, BatchKwargs, RowSet
+from fastrl.functional.batch import ENTRIES, BatchKwargs, LabelFacts, RowSet
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.streams import StreamCounts
 from fastrl.parallel import ParallelGroups, group_rank, group_size
@@ -318,10 +317,17 @@ class TokenBatch:
             for batch, piece in zip(batches, slots, strict=True)
         )
 
-    @cached_property
-    def _label_bound(self) -> int:
-        """Of the whole sequence, so that its ranks agree on a label that is too large."""
-        return int(self.labels.max()) + 1 if len(self.labels) else 0
+    def _label_facts(
+        self,
+        labels: Tensor,  # [T_local]
+    ) -> LabelFacts | None:
+        """What is known of some slots' labels; None of a label that is none, which the head finds.
+
+        The bound is that of the whole sequence: its ranks agree on a label that is too large.
+        """
+        if not bool(((self.labels >= 0) | (self.labels == IGNORE_LABEL)).all()):
+            return None
+        return LabelFacts(labels, int(self.labels.max()) + 1 if len(self.labels) else 0)
 
     def _is_cut(
         self,
@@ -380,7 +386,7 @@ class TokenBatch:
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
-            label_bound=self._label_bound,
+            label_facts=self._label_facts(labels),
             stream_counts=self._stream_counts(slots, counts),
         )
 

@@ -82,6 +82,32 @@ class RowSet:
         return replace(self, index=self.index.to(device, non_blocking=non_blocking))
 
 
+@dataclass(eq=False)
+class LabelFacts:
+    """What the host knows of a batch's labels, as long as they are the same, unchanged.
+
+    Attributes:
+        labels: [T] of the batch.
+        bound: above all of them, which are else -100 or at least 0.
+        all_labelled: whether every slot has a label.
+    """
+
+    labels: Tensor  # [T]
+    bound: int
+    all_labelled: bool = False
+
+    def __post_init__(self) -> None:
+        self._version = _version(self.labels)
+
+    def hold_of(self, labels: Tensor) -> bool:
+        """Whether they are these labels, in which nothing was written since."""
+        return labels is self.labels and _version(labels) == self._version
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchKwargs:
     """One sequence-data rank's (micro-)sequence of T tokens; slot t belongs to `labels[t]`.
@@ -149,10 +175,8 @@ class BatchKwargs:
         target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
             must predict, among the hidden states of all sequence-data ranks, rank after rank; any
             without label.
-        label_bound: a host number above all labels, which spares the head a check of them on the
-            device. None in batches made by hand.
-        all_labelled: whether every slot has a label, as of selected rows with labels: losses then
-            need no masks.
+        label_facts: what the host knows of the labels, which spares the head a look at them on the
+            device; None in batches made by hand.
         stream_counts: counts of the streams that there are weights of, by their names.
         stream: that this batch is of (`of_stream`); None: of all labels.
 
@@ -201,8 +225,7 @@ class BatchKwargs:
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
-    label_bound: int | None = None
-    all_labelled: bool = False
+    label_facts: LabelFacts | None = None
     stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
     stream: Stream | None = None
 
@@ -237,6 +260,21 @@ class BatchKwargs:
                 )
         if self.teacher_tokens is not None and self.teacher_tokens.logprobs is None:
             raise ValueError("`teacher_tokens` must have `logprobs` of its entries, got None")
+
+    @property
+    def label_bound(self) -> int | None:
+        """A number above all labels; None where it is not known."""
+        return None if self._known_labels is None else self._known_labels.bound
+
+    @property
+    def all_labelled(self) -> bool:
+        """Whether every slot is known to have a label: losses then need no masks."""
+        return self._known_labels is not None and self._known_labels.all_labelled
+
+    @property
+    def _known_labels(self) -> LabelFacts | None:
+        facts = self.label_facts
+        return facts if facts is not None and facts.hold_of(self.labels) else None
 
     @property
     def entries(self) -> dict[str, KeptTokens]:
@@ -294,12 +332,11 @@ class BatchKwargs:
             ValueError: row sets that are not those of the labels and advantages; on a GPU, where
                 the values are the device's, an asynchronous assertion.
         """
-        dropped: dict[str, Any] = {}
-        if "labels" in changes:
-            dropped = OF_LABELS
-        elif "kept_tokens" in changes:
-            dropped = {"unrecorded_rows": None}
-        changed = replace(self, **{**dropped, **changes})
+        dropped = _ROW_SETS if "labels" in changes else ()
+        if "kept_tokens" in changes:
+            dropped = (*dropped, "unrecorded_rows")
+        values: dict[str, Any] = {**dict.fromkeys(dropped), **changes}
+        changed = replace(self, **values)
         if not changes.keys().isdisjoint(("labels", "advantages", *_ROW_SETS)):
             check_row_sets(changed)
         return changed
@@ -314,8 +351,9 @@ class BatchKwargs:
         `whole_documents` still describes the shard, not the selection.
         """
         index = rows.index if isinstance(rows, RowSet) else rows
-        # Those of the batch's own sets all have a label.
-        is_own = any(rows is own for own in self.row_sets.values())
+        # Those of the batch's own sets all have a label; a stream's batch has the sets of all.
+        is_own = self.stream is None and any(rows is own for own in self.row_sets.values())
+        facts = self._known_labels
         values = {name: getattr(self, name) for name in _DTYPES}
         vectors = {
             name: value
@@ -325,7 +363,10 @@ class BatchKwargs:
         gathered: dict[str, Any] = _gathered(vectors, index)
         gathered |= {name: entries[index] for name, entries in self.entries.items()}
         gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
-        gathered["all_labelled"] = is_own or self.all_labelled
+        if facts is not None:
+            all_labelled = is_own or facts.all_labelled
+            facts = LabelFacts(gathered["labels"], facts.bound, all_labelled)
+        gathered["label_facts"] = facts
         dropped = dict.fromkeys((*_ROW_SETS, "visible_until"))
         # Not by `replace`: what is selected from vectors that fit does fit, and this is hot.
         selected = copy(self)
@@ -358,7 +399,10 @@ class BatchKwargs:
                 changes[each.name] = replace(value, index=function(value.index))
             elif isinstance(value, KeptTokens):
                 changes[each.name] = value.map(function)
-        return replace(self, **changes)
+        facts = self._known_labels
+        if facts is not None:
+            facts = LabelFacts(changes["labels"], facts.bound, facts.all_labelled)
+        return replace(self, **changes, label_facts=facts)
 
 
 def _gathered(
@@ -379,13 +423,6 @@ ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "t
 """Recorded entries of a batch, and the fields of `Document` that they are of."""
 
 _ROW_SETS = ("labelled_rows", "active_rows", "active_document_rows", "unrecorded_rows")
-
-OF_LABELS: dict[str, Any] = {
-    **dict.fromkeys(_ROW_SETS),
-    "label_bound": None,
-    "all_labelled": False,
-}
-"""What is known of a batch's labels, as of others of which nothing is."""
 
 _COLUMNS = {each.name: each.metadata for each in fields(BatchKwargs) if each.metadata}
 _DTYPES: dict[str, str] = {name: column["dtype"] for name, column in _COLUMNS.items()}

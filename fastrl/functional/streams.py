@@ -79,7 +79,6 @@ def of_stream(batch: BatchKwargs, stream: Stream | None) -> BatchKwargs:
     return replace(
         batch,
         labels=torch.where(weights != 0, batch.labels, -100),
-        all_labelled=False,
         label_counts=counts.label_counts,
         num_labels_in_batch=counts.num_labels_in_batch,
         num_documents_in_batch=counts.num_documents_in_batch,

@@ -26,7 +26,7 @@ class PolicyTerms:
         kl: the penalty of each token, coefficient included; None without.
         kept_entropy: entropy of the tokens that the bonus acts on; None without a bonus.
         corrections: the detached factor of each correction, by its option.
-        all_labelled: whether all slots are known to have a label.
+        whole_mask: `mask` where it is known to hold everywhere, which spares its use; else None.
     """
 
     mask: Tensor
@@ -39,7 +39,7 @@ class PolicyTerms:
     kl: Tensor | None
     kept_entropy: Tensor | None
     corrections: Mapping[str, Tensor] = field(default_factory=dict)
-    all_labelled: bool = False
+    whole_mask: Tensor | None = None
 
     def detached(self) -> PolicyTerms:
         """The terms without their graph."""
@@ -55,6 +55,6 @@ def weighted(values: Tensor, terms: PolicyTerms) -> Tensor:  # [T]
     # Selected, not multiplied by 0: a dropped token may have any value.
     if terms.weights is not None:
         values = masked(values * terms.weights, terms.mask & (terms.weights != 0))
-    elif not terms.all_labelled:
+    elif terms.mask is not terms.whole_mask:
         values = masked(values, terms.mask)
     return values if terms.kl is None else values + terms.kl

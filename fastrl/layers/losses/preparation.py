@@ -81,7 +81,7 @@ class PolicyPreparation(LanguageModelLoss[PolicyGradientConfigT]):
             kl_penalty(config.kl, inputs, sums.get("kl_log_ratios"), self.kl_coefficient.value),
             kept_entropy(inputs, top) if self.entropy_bonus.can_act else None,
             factors,
-            batch.all_labelled,
+            inputs.mask if batch.all_labelled else None,
         )
 
     def _with_old_policy(self, statistics: TokenStatistics, batch: BatchKwargs) -> BatchKwargs:
