@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl import Document, TokenBatch
-from fastrl.functional.batch import BatchKwargs, RowSet
+from fastrl.functional.batch import BatchKwargs, LabelFacts, RowSet
 from fastrl.functional.transfer import send
 
 
@@ -39,6 +39,9 @@ def test_a_batch_arrives_whole() -> None:
         if isinstance(expected, RowSet):
             assert found.document_ends == expected.document_ends
             found, expected = found.index, expected.index
+        elif isinstance(expected, LabelFacts):
+            assert found.hold_of(sent.labels)
+            found, expected = sent.label_bound, batch.label_bound
         if isinstance(expected, Tensor):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             assert found.data_ptr() != expected.data_ptr() or not found.numel()
