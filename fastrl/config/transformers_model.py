@@ -78,11 +78,6 @@ def check_transformers_run(config: RunConfig, model: TransformersModelConfig) ->
                 f" {does}, and the model's own code computes whole documents on a rank; {_LLAMAS},"
                 " or spread the run by `parallel.data` and `parallel.fully_sharded`"
             )
-    if config.compile:
-        raise ValueError(
-            "`compile` must be false with `model.type: transformers`, whose layers have inputs of"
-            f" many kinds; {_LLAMAS}"
-        )
     for index, phase in enumerate(config.phases):
         if phase.type == "rl" and phase.share_prefixes:
             raise ValueError(

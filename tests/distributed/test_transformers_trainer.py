@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastrl.config.training import ReshardAfter
+from fastrl.integrations.transformers.compiled import compile_layers
 from fastrl.integrations.transformers.trained import TransformersModel
 from fastrl.models.parallelize import fully_shard_layers
 from fastrl.parallel import ParallelGroups, whole_tensor
@@ -62,7 +63,9 @@ def test_a_run_over_processes_is_that_of_one(tmp_path: Path, name: str) -> None:
     _check_close(two, one)
 
 
-def _with_an_expert_that_no_token_chose(reshard_after: ReshardAfter) -> list[float]:
+def _with_an_expert_that_no_token_chose(
+    reshard_after: ReshardAfter, is_compiled: bool = False
+) -> list[float]:
     """Sizes of all parameters after two updates of two micro-batches."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -71,6 +74,8 @@ def _with_an_expert_that_no_token_chose(reshard_after: ReshardAfter) -> list[flo
     )  # fmt: skip
     module = LlamaForCausalLM(config)
     module.model.layers[1].expert = nn.Linear(16, 16, bias=False)
+    if is_compiled:
+        compile_layers(module.model.layers, backend="aot_eager")
     mesh = rank_mesh(torch.distributed.get_world_size(), 1, 1)["data"]
     fully_shard_layers(module, module.model.layers, mesh, None, reshard_after)
     model = object.__new__(TransformersModel)
@@ -91,8 +96,14 @@ def test_an_update_is_the_same_however_long_weights_stay_gathered(
     ranks: RankPool, size: int
 ) -> None:
     expected, *others = (
-        ranks(_with_an_expert_that_no_token_chose, size, reshard_after)[0]
-        for reshard_after in ("forward", "backward", "update")
+        ranks(_with_an_expert_that_no_token_chose, size, reshard_after, is_compiled)[0]
+        for reshard_after, is_compiled in (
+            ("forward", False),
+            ("backward", False),
+            ("update", False),
+            ("forward", True),
+            ("update", True),
+        )
     )
     for found in others:
         assert found == pytest.approx(expected, rel=1e-6)

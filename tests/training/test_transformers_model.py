@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaPreTrainedModel
 
 from fastrl.cli import main
 from fastrl.config import ConfigError, RunConfig, UserError
@@ -245,13 +245,22 @@ def _refused(message: str, folder: Path, *overrides: str, **model: Any) -> None:
     assert message in str(caught.value)
 
 
+def test_layers_that_a_model_does_not_name_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaPreTrainedModel, "_no_split_modules", None)
+    message = (
+        "compile: must be false with a LlamaForCausalLM, which does not say what its layers are"
+    )
+    _refused(message, write_folder(tmp_path / "model"), "compile=true")
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("parallel.sequence_data=2", "`parallel.sequence_data` must be 1"),
         ("parallel.tensor=2", "`parallel.tensor` must be 1"),
         ("parallel.micro_sequences=2", "`parallel.micro_sequences` must be 1"),
-        ("compile=true", "`compile` must be false"),
         ("phases.1.share_prefixes=true", "`phases.1.share_prefixes` must be false"),
         ("model.head.softcap=3", "`model.head.softcap` must not be given"),
         ("model.head.vocabulary_parallel=false", "`model.head.vocabulary_parallel` must not"),

@@ -17,6 +17,7 @@ from fastrl.config.base import UserError
 from fastrl.config.transformers_model import TransformersModelConfig
 from fastrl.data.batch import BatchKwargs
 from fastrl.integrations.transformers.attach import attach_head
+from fastrl.integrations.transformers.compiled import compile_layers
 from fastrl.integrations.transformers.decoding import TransformersDecoder, check_decoding
 from fastrl.integrations.transformers.folder import (
     ADAPTER_CONFIG_FILE,
@@ -97,6 +98,8 @@ class TransformersModel:
             for name, module in self.module.named_modules()
             if ".lora_dropout." in name and isinstance(module, nn.Dropout)
         ]
+        if processes.compile_layers:
+            compile_layers(self._compiled_layers())
         self._shard(self.module)
 
     def check_tensor_axis(self, size: int) -> None:
@@ -201,12 +204,23 @@ class TransformersModel:
         mesh = self._processes.mesh
         if mesh is None or not self._processes.config.fully_sharded:
             return
+        compute_dtype, config = self._processes.compute_dtype, self._processes.config
+        layers = self._layers(module)
+        fully_shard_layers(module, layers, mesh["data"], compute_dtype, config.reshard_after)
+
+    def _layers(self, module: nn.Module) -> list[nn.Module]:
+        """The layers that transformers does not split over devices: those of the decoder."""
         kinds = set(getattr(self._inner, "_no_split_modules", None) or ())
-        layers = [each for each in module.modules() if type(each).__name__ in kinds]
-        processes = self._processes
-        fully_shard_layers(
-            module, layers, mesh["data"], processes.compute_dtype, processes.config.reshard_after
-        )
+        return [each for each in module.modules() if type(each).__name__ in kinds]
+
+    def _compiled_layers(self) -> list[nn.Module]:
+        layers = self._layers(self.module)
+        if not layers:
+            raise UserError(
+                f"compile: must be false with a {type(self._inner).__name__}, which does not say"
+                " what its layers are (`_no_split_modules`)"
+            )
+        return layers
 
     def _whole_copy(self, dtype: torch.dtype) -> Any:
         """A model of the same parameters, not sharded, whose values are still to be copied."""
