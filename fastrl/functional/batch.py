@@ -264,12 +264,14 @@ class BatchKwargs:
     @property
     def label_bound(self) -> int | None:
         """A number above all labels; None where it is not known."""
-        return None if self._known_labels is None else self._known_labels.bound
+        facts = self._known_labels
+        return None if facts is None else facts.bound
 
     @property
     def all_labelled(self) -> bool:
         """Whether every slot is known to have a label: losses then need no masks."""
-        return self._known_labels is not None and self._known_labels.all_labelled
+        facts = self._known_labels
+        return facts is not None and facts.all_labelled
 
     @property
     def _known_labels(self) -> LabelFacts | None:

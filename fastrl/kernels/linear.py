@@ -112,9 +112,7 @@ def linear_parts(
     `linear_statistics`.
     """
     assert BLOCKS.columns == PART_COLUMNS
-    partials = label_logits.new_empty(
-        ceil_div(weight.shape[0], BLOCKS.columns), 3, len(label_logits)
-    )
+    partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), label_logits)
     launch = _Launch(
         PARTS.value,
         hidden_states,
@@ -225,8 +223,11 @@ class LinearGradient:
         self._launch(weight, output, tile)
 
 
-def _new_partials(tiles: int, statistics: Tensor) -> Tensor:
-    return statistics.new_empty(tiles, 3, statistics.shape[1])
+def _new_partials(
+    tiles: int,
+    of_rows: Tensor,  # [..., R]
+) -> Tensor:  # [tiles, 3, R]
+    return of_rows.new_empty(tiles, 3, of_rows.shape[-1])
 
 
 class _Launch:

@@ -129,6 +129,7 @@ def linear_kernel(
             label -= first
             has_label = (label >= 0) & (label < BLOCK_V)
             any_label = tl.max(has_label.to(tl.int32), 0) > 0
+            stored = row_mask & has_label
             is_last = first + BLOCK_V > num_columns
             if EPILOGUE == GRADIENT:
                 lse = tl.load(logsumexp + rows, mask=row_mask, other=0.0)
@@ -150,11 +151,10 @@ def linear_kernel(
                 if HAS_SOFTCAP:
                     gradient *= cap_slope
                 if is_last | any_label:
-                    is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
                     of_label = g_logprob[:, None] * slope
                     if HAS_SOFTCAP:
                         of_label *= cap_slope
-                    gradient += tl.where(is_label, of_label, 0.0)
+                    gradient += tl.where(_is_label(label, BLOCK_V), of_label, 0.0)
                     gradient = tl.where((columns < num_columns)[None, :], gradient, 0.0)
                     _store_halves(output, gradient, tile_r * BLOCK_R, first)
                 else:
@@ -175,9 +175,9 @@ def linear_kernel(
                     shifted = tl.where(is_valid, shifted, float("-inf"))
                     is_empty, reference = _reference(tl.max(shifted, 1), EPILOGUE)
                     shifted -= reference[:, None]
-                    _store_label(label_logits + rows, label, shifted, reference, row_mask)
+                    _store_label(label_logits + rows, label, shifted, reference, stored)
                 elif any_label:
-                    _store_label(label_logits + rows, label, shifted, reference, row_mask)
+                    _store_label(label_logits + rows, label, shifted, reference, stored)
                 exponential = tl.exp2(shifted)
                 stride = tl.cast(num_rows, tl.int64)
                 target = partials + tile_v * 3 * stride + rows
@@ -195,13 +195,17 @@ def linear_kernel(
 
 
 @triton.jit
-def _store_label(label_logits, label, shifted, reference, row_mask):
+def _is_label(label, BLOCK_V: tl.constexpr):
+    """Which columns of the tile are the rows' labels."""
+    return tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+
+
+@triton.jit
+def _store_label(label_logits, label, shifted, reference, mask):
     """Stores the logits of the labels that are columns of the tile, in nats."""
-    BLOCK_V: tl.constexpr = shifted.shape[1]
-    has_label = (label >= 0) & (label < BLOCK_V)
-    is_label = tl.arange(0, BLOCK_V)[None, :] == label[:, None]
+    is_label = _is_label(label, shifted.shape[1])
     picked = tl.sum(tl.where(is_label, shifted, 0.0), 1) + reference
-    tl.store(label_logits, picked * LN_2, mask=row_mask & has_label)
+    tl.store(label_logits, picked * LN_2, mask=mask)
 
 
 @triton.jit

@@ -60,12 +60,11 @@ class LogitsChunk:
             )
             return
         self.running = new_running_statistics(num_rows, dtype, device)
+        self._logits = matmul(hidden, weight.t())
         if deterministic:
-            self._logits = matmul(hidden, weight.t())
             operands = (hidden, weight, labels, transform, tile)
             self.parts = tile_parts(self.running[LABEL], *operands, entropy=entropy)
         else:
-            self._logits = matmul(hidden, weight.t())
             update_row_statistics(
                 self.running, self._logits, labels, transform, tile, entropy=entropy
             )
