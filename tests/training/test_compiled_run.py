@@ -69,27 +69,27 @@ def test_a_compiled_run_of_a_model_of_transformers_is_the_run(
     folder = write_folder(tmp_path / "model", family)
     overrides = [
         f"dtype={dtype}",
-        "phases.1.losses={policy: {type: gspo, kl: {coefficient: 0.1}}}",
+        # Whatever the rewards are, it learns.
+        "phases.1.losses={policy: {type: gspo, kl: {coefficient: 0.1}, entropy: {bonus: 0.1}}}",
+        "phases.1.optimizer.learning_rate=0.1",
         "phases.1.max_tokens_per_micro_batch=60",
         "phases.1.optimizer.epsilon=1e-2",
     ]
 
-    def step(*more: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        context = build_context(run_config(folder, "transformers", *overrides, *more, **model))
+    def second_step(*more: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        config = run_config(folder, "transformers", *overrides, *more, **model)
+        context = build_context(config)
         assert context.environment is not None
         with closing(context.environment):
-            metrics = (
-                begin_phase(
-                    run_config(folder, "transformers", *overrides, *more, **model), 1, context
-                )
-                .step()
-                .metrics
-            )
-            return metrics, context.model.module.state_dict()
+            phase = begin_phase(config, 1, context)
+            phase.step()
+            return phase.step().metrics, context.model.module.state_dict()
 
-    expected, expected_weights = step()
+    expected, expected_weights = second_step()
     assert counter.frame_count == 0
-    metrics, weights = step("compile=true")
+    # The model learns, and its reference stays what it was.
+    assert min(expected["grad_norm"], expected["policy/kl_ref"]) > 0
+    metrics, weights = second_step("compile=true")
     # One number of tokens, then any, with gradient and without: not one a layer or a batch.
     assert 0 < counter.frame_count <= 8
     rtol, atol = (1e-7, 1e-10) if dtype == "float64" else (1e-4, 1e-6)
