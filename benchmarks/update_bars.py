@@ -174,10 +174,8 @@ class Bars:
         documents = prompt_documents(prompt, answer, 1, self._sizes["vocab_size"])
         runs = {}
         for name, room in (("flat", self._options.tokens), ("shared", prompt + 9 * answer)):
-            # Only FlexAttention knows shared slots; flat documents take the fastest.
-            is_shared = name == "shared"
-            kind = {} if is_shared else {"attention_implementation": self._options.attention}
-            variant = Variant(kind, True, shares_prefixes=is_shared)
+            kind = {"attention_implementation": self._options.attention}
+            variant = Variant(kind, True, shares_prefixes=name == "shared")
             update = Update(self._sizes, variant, self._device, max(room, prompt + answer))
             runs[name] = update.bare(update.packed(documents))
         times = self._medians(runs)

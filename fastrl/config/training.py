@@ -23,7 +23,7 @@ from fastrl.config.losses import (
     DistillationLossConfig,
     HeadOptions,
 )
-from fastrl.config.model import WHOLE_DOCUMENTS, LlamaConfig
+from fastrl.config.model import LlamaConfig
 from fastrl.config.phases import AnyPhaseConfig, PhaseConfig, RLPhaseConfig
 from fastrl.config.policy_losses import PolicyGradientLossConfig
 from fastrl.config.rollouts import ServerRolloutsConfig, check_server_rollouts
@@ -346,7 +346,7 @@ class RunConfig(Config):
                     " as servers are given whole weights; use the type `sampler`"
                 )
         if phase.share_prefixes:
-            _check_shared_prefixes(index, self.parallel, self.model)
+            _check_shared_prefixes(index, self.parallel)
 
 
 def _learns_from_rollouts(loss: AnyLossConfig, from_files: bool) -> bool:
@@ -418,7 +418,7 @@ def _check_proximal(index: int, phase: RLPhaseConfig, losses: dict[str, AnyLossC
             )
 
 
-def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelConfig) -> None:
+def _check_shared_prefixes(index: int, parallel: ParallelConfig) -> None:
     """Refuses attention over shared prefixes where there is none."""
     where = f"`phases.{index}.share_prefixes`"
     for name in ("sequence_data", "micro_sequences"):
@@ -428,12 +428,6 @@ def _check_shared_prefixes(index: int, parallel: ParallelConfig, model: ModelCon
                 " split, attention takes one interval of keys for a token, and with shared"
                 " prefixes it is several; use `parallel.data` and `parallel.tensor`"
             )
-    implementation = model.attention_implementation if isinstance(model, LlamaConfig) else "auto"
-    if implementation in WHOLE_DOCUMENTS:
-        raise ValueError(
-            f"{where} must not go with `model.attention_implementation: {implementation}`, which"
-            " takes the tokens of a document as one run; use `auto`"
-        )
 
 
 _OF_ROLLOUTS = frozenset(

@@ -386,6 +386,7 @@ class TokenBatch:
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
             visible_until=None if self.visible_until is None else self.visible_until[slots],
+            host_visible_until=self.visible_until,
             label_facts=self._label_facts(labels),
             stream_counts=self._stream_counts(slots, counts),
         )

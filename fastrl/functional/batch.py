@@ -170,6 +170,8 @@ class BatchKwargs:
             slot k if k <= q < visible_until[k]. A shared slot has no label; its `document_index`
             is that of one of its documents. None where no slot is shared: a slot then sees those of
             its document up to itself.
+        host_visible_until: `visible_until` on the CPU, where attention makes its plan; None in
+            batches made by hand.
         cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
             that sums over documents are not possible. The same on all ranks.
         target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
@@ -224,6 +226,7 @@ class BatchKwargs:
     cut_by_pieces: bool = False
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
+    host_visible_until: Tensor | None = None  # [T]
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
     label_facts: LabelFacts | None = None
     stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
@@ -349,8 +352,8 @@ class BatchKwargs:
     ) -> BatchKwargs:
         """The batch of some rows: [T] vectors gathered, counts kept, row sets dropped.
 
-        It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too, and
-        `whole_documents` still describes the shard, not the selection.
+        It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too (on
+        both sides), and `whole_documents` still describes the shard, not the selection.
         """
         index = rows.index if isinstance(rows, RowSet) else rows
         # Those of the batch's own sets all have a label; a stream's batch has the sets of all.
@@ -369,7 +372,7 @@ class BatchKwargs:
             all_labelled = is_own or facts.all_labelled
             facts = LabelFacts(gathered["labels"], facts.bound, all_labelled)
         gathered["label_facts"] = facts
-        dropped = dict.fromkeys((*_ROW_SETS, "visible_until"))
+        dropped = dict.fromkeys((*_ROW_SETS, "visible_until", "host_visible_until"))
         # Not by `replace`: what is selected from vectors that fit does fit, and this is hot.
         selected = copy(self)
         vars(selected).update(gathered | dropped)
@@ -395,6 +398,8 @@ class BatchKwargs:
         }
         for each in fields(self):
             value = getattr(self, each.name)
+            if each.name == "host_visible_until":
+                continue
             if isinstance(value, Tensor):
                 changes[each.name] = function(value)
             elif isinstance(value, RowSet):

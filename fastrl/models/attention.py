@@ -1,59 +1,25 @@
-"""What a token of packed documents may see: four implementations.
-
-An object of these classes is made once per forward and holds no parameters. Each decoder layer is
-given what `of_layer` returns and calls it as `attend(query, key, value)`: a layer does not know its
-number, so that one compiled layer serves all. The projections and the rotary embedding are the
-model's, `fastrl.models.llama`.
-"""
+"""What a token of packed documents may see: the choice of an implementation, and two of them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
-from fastrl.models import flash4
+from fastrl.models.attend import DocumentLengths, LayerAttention, StatelessAttention
+from fastrl.models.prefix_tree import PrefixTree
+from fastrl.models.tree_attention import TreeAttention
+from fastrl.models.varlen import VarlenDocumentAttention, check_varlen, document_starts
 
 FLEX_BLOCK_SIZE = 128
 FLEX_MIN_HEAD_DIM = 16
-
-
-class Attend(Protocol):
-    """Causal attention of one layer; H query heads, K key-value heads, H a multiple of K."""
-
-    def __call__(
-        self,
-        query: Tensor,  # [T, H, head_dim]
-        key: Tensor,  # [T, K, head_dim]
-        value: Tensor,  # [T, K, head_dim]
-    ) -> Tensor:  # [T, H, head_dim]
-        """softmax(query key^T / sqrt(head_dim)) value over what each token may see."""
-        ...
-
-
-class LayerAttention(Protocol):
-    """Causal attention of all layers of one forward."""
-
-    def of_layer(self, number: int) -> Attend:
-        """That of a layer."""
-        ...
-
-
-class StatelessAttention:
-    """Attention that is the same function in every layer."""
-
-    def of_layer(self, number: int) -> Self:
-        """Itself."""
-        return self
 
 
 def document_attention(
@@ -82,32 +48,17 @@ def document_attention(
             not adjacent.
     """
     if implementation in WHOLE_DOCUMENTS:
-        refusal = varlen_refusal(implementation, document_index.device, dtype)
-        if refusal is not None:
-            raise ValueError(
-                f"`attention_implementation: {implementation}` {refusal}; or use `auto`"
-            )
-        if implementation == "flash4":
-            return Flash4DocumentAttention.of(document_index, lengths)
-        return VarlenDocumentAttention.of(document_index, lengths)
+        check_varlen(implementation, document_index.device, dtype)
+        starts, longest = document_starts(document_index, lengths)
+        if implementation == "varlen":
+            return VarlenDocumentAttention(starts, longest)
+        tree = PrefixTree.of_documents(starts, len(document_index), longest)
+        return TreeAttention(tree, implementation)
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)
     if flex and len(document_index) > 0:  # its kernel has no empty launch
         return FlexDocumentAttention(document_block_mask(document_index))
     groups: DocumentGroups = _document_groups(document_index)
     return PerDocumentAttention(groups)
-
-
-@dataclass(frozen=True)
-class DocumentLengths:
-    """What the host knows of the documents of a packed sequence.
-
-    Attributes:
-        number: of documents, at least.
-        longest: tokens of the longest one, at least.
-    """
-
-    number: int
-    longest: int
 
 
 def uses_flex(
@@ -320,87 +271,3 @@ class FlexDocumentAttention(StatelessAttention):
         value: Tensor,  # [T, K, head_dim]
     ) -> Tensor:  # [T, H, head_dim]
         return flex_output(query, key, value, self.block_mask)
-
-
-def varlen_refusal(
-    implementation: AttentionImplementation, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """What `varlen` or `flash4` needs and is not met here; None if it runs."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, got {device}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return (
-            f"needs 16-bit activations, got {name}; give `parallel.compute_dtype: bfloat16` (and"
-            " `parallel.fully_sharded: true`)"
-        )
-    if implementation == "flash4":
-        return flash4.refusal(device)
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class VarlenDocumentAttention(StatelessAttention):
-    """FlashAttention over documents of any lengths, one kernel for all.
-
-    Attributes:
-        starts: [N + 1] int32, first row of each document and of each stretch of padding, and T.
-        longest: rows of the longest of them, at least.
-    """
-
-    starts: Tensor
-    longest: int
-
-    @classmethod
-    def of(
-        cls,
-        document_index: Tensor,  # [T]
-        lengths: DocumentLengths | None,
-    ) -> Self:
-        """The attention of a packed sequence; padding is documents that no one reads."""
-        num_tokens, device = len(document_index), document_index.device
-        if lengths is None:
-            lengths = DocumentLengths(int(document_index.max()) + 1, num_tokens)
-        number, longest = lengths.number, max(lengths.longest, 1)
-        index = torch.where(document_index < 0, number, document_index)
-        begins = torch.searchsorted(index, torch.arange(number + 1, device=device))
-        # As many stretches as all rows would take: their number is not known on the host.
-        stretches = torch.arange(1, -(-num_tokens // longest) + 1, device=device) * longest
-        padding = (begins[-1] + stretches).clamp(max=num_tokens)
-        return cls(torch.cat([begins, padding]).to(torch.int32), longest)
-
-    def __call__(
-        self,
-        query: Tensor,  # [T, H, head_dim]
-        key: Tensor,  # [T, K, head_dim]
-        value: Tensor,  # [T, K, head_dim]
-    ) -> Tensor:  # [T, H, head_dim]
-        group = query.shape[1] // key.shape[1]
-        if group > 1 and not _VARLEN_GROUPS:
-            key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
-        options: dict[str, Any] = {"window_size": (-1, 0)}
-        if group > 1 and _VARLEN_GROUPS:
-            options["enable_gqa"] = True
-        bounds = (self.starts, self.starts, self.longest, self.longest)
-        output = varlen_attn(query, key, value, *bounds, **options)
-        assert isinstance(output, Tensor)
-        return output
-
-
-@dataclass(frozen=True, eq=False)
-class Flash4DocumentAttention(VarlenDocumentAttention):
-    """The same by FlashAttention 4, whose query heads share key heads as they are."""
-
-    def __call__(
-        self,
-        query: Tensor,  # [T, H, head_dim]
-        key: Tensor,  # [T, K, head_dim]
-        value: Tensor,  # [T, K, head_dim]
-    ) -> Tensor:  # [T, H, head_dim]
-        output: Tensor
-        output, _ = flash4.flash4_attention(query, key, value, self.starts, self.longest)
-        return output
-
-
-# Before torch 2.12 query heads that share a key head are not an option.
-_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,8 +1,8 @@
-"""FlashAttention 4 over documents of any lengths, as an operator that torch.compile keeps whole.
+"""FlashAttention 4 over runs of rows.
 
-The flash-attn-4 package brings kernels for Hopper and Blackwell, compiled at their first call. Its
-own autograd function would break the graph of each compiled layer; what it calls is what torch's
-`activate_flash_attention_impl("FA4")` calls too, which lacks this case before torch 2.12.
+The flash-attn-4 package brings kernels for Hopper and Blackwell, compiled at their first call. What
+is called here is what torch's `activate_flash_attention_impl("FA4")` calls too, which lacks this
+case before torch 2.12.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastrl.models.prefix_tree import Runs
 
 
 def refusal(device: torch.device) -> str | None:
@@ -31,49 +33,29 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 
 
-@torch.library.custom_op("fastrl::flash4_attention", mutates_args=())
-def flash4_attention(
-    query: Tensor,  # [T, H, head_dim]
-    key: Tensor,  # [T, K, head_dim]
-    value: Tensor,  # [T, K, head_dim]
-    starts: Tensor,  # [N + 1]
-    longest: int,
-) -> tuple[Tensor, Tensor]:  # [T, H, head_dim] and [H, T]
-    """Causal attention inside documents, and the fp32 log-sum-exp of each query's scores.
-
-    Args:
-        query: 16 bits, as key and value.
-        key: K divides H; query heads that follow each other share one.
-        value: of the keys.
-        starts: int32, first row of each document, and T.
-        longest: rows of the longest document, at least.
-    """
+def forward(
+    query: Tensor,  # [n, H, head_dim]
+    key: Tensor,  # [m, K, head_dim]
+    value: Tensor,  # [m, K, head_dim]
+    runs: Runs,
+) -> tuple[Tensor, Tensor]:  # [n, H, head_dim] and [H, n]
+    """Attention of each run of queries to its keys, and the fp32 log-sum-exp of the scores."""
     output, logsumexp, *_ = _interface()._flash_attn_fwd(
-        query, key, value, causal=True, return_lse=True, **_bounds(starts, longest)
+        query, key, value, return_lse=True, **_options(runs)
     )
     return output, logsumexp
 
 
-@flash4_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int
-) -> tuple[Tensor, Tensor]:
-    logsumexp = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return query.new_empty(query.shape), logsumexp
-
-
-@torch.library.custom_op("fastrl::flash4_attention_backward", mutates_args=())
-def flash4_attention_backward(
-    grad_output: Tensor,  # [T, H, head_dim]
-    query: Tensor,  # [T, H, head_dim]
-    key: Tensor,  # [T, K, head_dim]
-    value: Tensor,  # [T, K, head_dim]
-    output: Tensor,  # [T, H, head_dim]
-    logsumexp: Tensor,  # [H, T]
-    starts: Tensor,  # [N + 1]
-    longest: int,
+def backward(
+    grad_output: Tensor,  # [n, H, head_dim]
+    query: Tensor,  # [n, H, head_dim]
+    key: Tensor,  # [m, K, head_dim]
+    value: Tensor,  # [m, K, head_dim]
+    output: Tensor,  # [n, H, head_dim]
+    logsumexp: Tensor,  # [H, n]
+    runs: Runs,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash4_attention` by query, key and value."""
+    """The gradients of `forward` by query, key and value."""
     grads: tuple[Tensor, Tensor, Tensor] = _interface()._flash_attn_bwd(
         query,
         key,
@@ -81,46 +63,17 @@ def flash4_attention_backward(
         output,
         grad_output,
         logsumexp,
-        causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_bounds(starts, longest),
+        **_options(runs),
     )
     return grads
 
 
-@flash4_attention_backward.register_fake
-def _(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    starts: Tensor,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _bounds(starts: Tensor, longest: int) -> dict[str, Any]:
-    """Queries and keys are of the same documents."""
+def _options(runs: Runs) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": starts,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": runs.query_starts,
+        "cu_seqlens_k": runs.key_starts,
+        "max_seqlen_q": runs.longest_queries,
+        "max_seqlen_k": runs.longest_keys,
+        "causal": runs.is_causal,
     }
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, ctx.longest = inputs
-    ctx.save_for_backward(query, key, value, *output, starts)
-
-
-def _backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, starts = ctx.saved_tensors
-    grads = flash4_attention_backward(grad_output, *tensors, starts, ctx.longest)
-    return *grads, None, None
-
-
-flash4_attention.register_autograd(_backward, setup_context=_keep)

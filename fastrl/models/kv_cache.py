@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastrl.models.attention import Attend
+from fastrl.models.attend import Attend
 
 
 class KVCache:

@@ -20,7 +20,7 @@ from fastrl.config.model import LlamaConfig
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.head.matmul import matmul
 from fastrl.layers.language_model_head import HeadOutput, LanguageModelHead
-from fastrl.models.attention import Attend, DocumentLengths, LayerAttention
+from fastrl.models.attend import Attend, DocumentLengths, LayerAttention
 from fastrl.models.kv_cache import KVCache
 from fastrl.models.rotary import Rotary
 from fastrl.models.split_attention import Pieces, packed_attention
@@ -340,7 +340,9 @@ class Llama(nn.Module):
         self.check_length(batch.max_document_length)
         lengths = None
         if batch.max_document_length is not None:
-            lengths = DocumentLengths(batch.num_documents, batch.max_document_length)
+            lengths = DocumentLengths(
+                batch.num_documents, batch.max_document_length, batch.host_visible_until
+            )
         hidden_states = Llama.hidden_states(
             self,
             batch.tokens,

@@ -13,16 +13,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
+from fastrl.models.attend import DocumentLengths, LayerAttention
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
     DocumentGroups,
     FlexDocumentAttention,
-    LayerAttention,
     PerDocumentAttention,
     packed_block_mask,
     similar_lengths,
     uses_flex,
 )
+from fastrl.models.prefix_tree import PrefixTree
+from fastrl.models.tree_attention import TreeAttention
+from fastrl.models.varlen import check_varlen
 
 
 def prefix_attention(
@@ -31,24 +34,26 @@ def prefix_attention(
     implementation: AttentionImplementation,
     head_dim: int,
     dtype: torch.dtype,
+    lengths: DocumentLengths | None = None,
 ) -> LayerAttention:
     """Causal attention inside documents that share slots.
 
     Args:
         visible_until: int64, of `BatchKwargs`.
-        implementation: as `LlamaConfig.attention_implementation`, but `varlen` and `flash4`.
+        implementation: as `LlamaConfig.attention_implementation`.
         head_dim: size of one head.
         dtype: of query, key and value.
+        lengths: known on the host, with its `visible_until`, for `varlen` and `flash4`, which
+            otherwise wait for the device once.
 
     Raises:
         ValueError: the implementation does not run here.
     """
     if implementation in WHOLE_DOCUMENTS:
-        raise ValueError(
-            f"`attention_implementation: {implementation}` must not be given where documents share"
-            " prefixes (`share_prefixes`): it takes the keys of a token as one run of rows, and a"
-            " shared prefix stands apart from what follows it; use `auto`."
-        )
+        check_varlen(implementation, visible_until.device, dtype)
+        until = None if lengths is None else lengths.visible_until
+        until = visible_until.cpu() if until is None else until
+        return TreeAttention(PrefixTree.of(until, visible_until.device), implementation)
     if uses_flex(implementation, visible_until.device, head_dim, dtype):
         return FlexDocumentAttention(prefix_block_mask(visible_until))
     groups: DocumentGroups = path_groups(visible_until)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
 from fastrl.data.prefixes import check_not_split
+from fastrl.models.attend import Attend, DocumentLengths, LayerAttention
 from fastrl.models.attention import (
     FLEX_BLOCK_SIZE,
-    Attend,
-    DocumentLengths,
-    LayerAttention,
     document_attention,
     flex_output,
     packed_block_mask,
@@ -63,19 +62,12 @@ def packed_attention(
     Raises:
         ValueError: the implementation does not run here, or documents that share slots are split.
     """
+    options: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "lengths": lengths}
     if visible_until is not None:
         check_not_split(group_size(group), 1 if pieces is None else 2)
-        return prefix_attention(
-            visible_until, implementation=implementation, head_dim=head_dim, dtype=dtype
-        )
+        return prefix_attention(visible_until, implementation=implementation, **options)
     if group is None and pieces is None:
-        return document_attention(
-            document_index,
-            implementation=implementation,
-            head_dim=head_dim,
-            dtype=dtype,
-            lengths=lengths,
-        )
+        return document_attention(document_index, implementation=implementation, **options)
     if implementation in WHOLE_DOCUMENTS:
         raise ValueError(
             f"`attention_implementation: {implementation}` must not be given where documents are"

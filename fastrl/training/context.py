@@ -10,7 +10,7 @@ import torch
 from fastrl.config.base import UserError
 from fastrl.config.model import WHOLE_DOCUMENTS, LlamaConfig
 from fastrl.config.training import ParallelConfig, RunConfig
-from fastrl.models.attention import varlen_refusal
+from fastrl.models.varlen import varlen_refusal
 from fastrl.training.build_model import build_model, model_folder
 from fastrl.training.environment import RunEnvironment
 from fastrl.training.model import TrainedModel

@@ -227,3 +227,23 @@ def wide_batch(seed: int, num_padding: int = 0) -> TokenBatch:
 def with_group(documents: Sequence[Document], group: int | str | None) -> list[Document]:
     """The documents in one group, or in none."""
     return [replace(document, group_id=group) for document in documents]
+
+
+def visible_until_of(name: str) -> Tensor:  # [T]
+    """Trees of slots by name, padding among them."""
+    if name == "one_token":
+        return torch.tensor([1])
+    if name == "padding_only":
+        return torch.arange(150) + 1
+    if name == "full_blocks":  # one root of two blocks under three long branches
+        ends = torch.cat(
+            [torch.full((256,), 1216), *(torch.full((320,), 576 + 320 * n) for n in range(3))]
+        )
+        return ends
+    if name == "small":
+        batch = TokenBatch.from_documents(grouped_documents(), share_prefixes=True)
+        batch = batch.padded(batch.padded_length + 9)
+    else:
+        batch = wide_batch(int(name[-1]), num_padding=200 * int(name[-1]))
+    assert batch.visible_until is not None
+    return batch.visible_until

@@ -11,12 +11,12 @@ from torch import Tensor
 from fastrl import Llama
 from fastrl.config.model import LlamaConfig
 from fastrl.models import flash4
-from fastrl.models.attention import (
-    DocumentLengths,
-    Flash4DocumentAttention,
-    document_attention,
-)
+from fastrl.models.attend import DocumentLengths
+from fastrl.models.attention import document_attention
+from fastrl.models.prefix_tree import PrefixTree
 from fastrl.models.split_attention import Pieces, packed_attention
+from fastrl.models.tree_attention import TreeAttention
+from fastrl.models.varlen import document_starts
 
 LENGTHS = (3, 1, 6)
 INDEX = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
@@ -78,7 +78,8 @@ def test_values_and_gradients_are_those_of_the_package(
     monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
     monkeypatch.setattr(flash4, "_interface", Package)
-    attention = Flash4DocumentAttention.of(INDEX, DocumentLengths(3, 6))
+    starts, longest = document_starts(INDEX, DocumentLengths(3, 6))
+    attention = TreeAttention(PrefixTree.of_documents(starts, len(INDEX), longest), "flash4")
     generator = torch.Generator().manual_seed(0)
     states = [
         torch.randn(10, heads, 4, generator=generator, dtype=torch.float64).requires_grad_()
@@ -111,7 +112,7 @@ def test_what_cannot_be_is_refused_by_name(implementation: Any) -> None:
             dtype=torch.float32,
         )
     model = Llama(LlamaConfig(vocab_size=11, attention_implementation=implementation))
-    with pytest.raises(ValueError, match=f"`attention_implementation: {implementation}` must not"):
+    with pytest.raises(ValueError, match=f"`attention_implementation: {implementation}` needs a C"):
         model.hidden_states(INDEX, INDEX, INDEX, visible_until=INDEX + 1)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastrl import Llama, OptimizerStep, TokenBatch
 from fastrl.models.attention import (
@@ -29,40 +28,21 @@ from tests.helpers.shared_prefixes import (
     grouped_documents,
     step_of,
     tree_of_paths,
+    visible_until_of,
     wide_batch,
 )
-
-
-def visible_until(name: str) -> Tensor:
-    if name == "one_token":
-        return torch.tensor([1])
-    if name == "padding_only":
-        return torch.arange(150) + 1
-    if name == "full_blocks":  # one root of two blocks under three long branches
-        ends = torch.cat(
-            [torch.full((256,), 1216), *(torch.full((320,), 576 + 320 * n) for n in range(3))]
-        )
-        return ends
-    if name == "small":
-        batch = TokenBatch.from_documents(grouped_documents(), share_prefixes=True)
-        batch = batch.padded(batch.padded_length + 9)
-    else:
-        batch = wide_batch(int(name[-1]), num_padding=200 * int(name[-1]))
-    assert batch.visible_until is not None
-    return batch.visible_until
-
 
 CASES = ["one_token", "padding_only", "full_blocks", "small", "wide_0", "wide_1", "wide_2"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_block_mask_is_the_definition(name: str) -> None:
-    until = visible_until(name)
+    until = visible_until_of(name)
     assert_block_mask(prefix_block_mask(until), tree_of_paths(until))
 
 
 def test_blocks_inside_of_prefixes_are_full() -> None:
-    _, full = block_sets(prefix_block_mask(visible_until("full_blocks")))
+    _, full = block_sets(prefix_block_mask(visible_until_of("full_blocks")))
     # Each branch is 2.5 blocks long and sees both blocks of the root whole.
     assert full[3:, :2].all()
 
@@ -94,7 +74,7 @@ def test_no_wait_for_the_device_in_the_block_mask() -> None:
 
 @pytest.mark.parametrize("name", ["one_token", "padding_only", "small", "wide_1"])
 def test_paths_are_the_definition(name: str) -> None:
-    until = visible_until(name)
+    until = visible_until_of(name)
     heads = [torch.randn(len(until), number, 16, dtype=torch.float64) for number in (4, 2, 2)]
     for tensor in heads:
         tensor.requires_grad_()
@@ -150,7 +130,7 @@ def test_the_steps_would_differ_without_the_tree() -> None:
 def test_what_attention_cannot_do_is_refused_by_name() -> None:
     (kwargs,) = wide_batch(0).to_kwargs()
     inputs = (kwargs.tokens, kwargs.positions, kwargs.document_index)
-    with pytest.raises(ValueError, match="`attention_implementation: varlen` must not be given wh"):
+    with pytest.raises(ValueError, match="`attention_implementation: varlen` needs a CUDA device"):
         Llama(tiny_config(attention_implementation="varlen")).hidden_states(
             *inputs, visible_until=kwargs.visible_until
         )

@@ -62,10 +62,6 @@ def test_the_weights_are_those_without(max_tokens: int, monkeypatch: pytest.Monk
             "parallel.micro_sequences=3",
             "`phases.1.share_prefixes` must go with `parallel.micro_sequences: 1`, got 3: of a",
         ),
-        (
-            "model.attention_implementation=varlen",
-            "`phases.1.share_prefixes` must not go with `model.attention_implementation: varlen`",
-        ),
         ("phases.0.share_prefixes=true", "`share_prefixes` in `phases.0` (type `supervised`)"),
     ],
 )
