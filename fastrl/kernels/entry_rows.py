@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile, ceil_div
+from fastrl.kernels.launch import launch
 from fastrl.kernels.transform import (
     LOG2_E,
     LOWEST,
@@ -37,7 +38,9 @@ def entry_statistics(
     statistics = torch.empty(4, num_slots, dtype=torch.float32, device=products.device)
     if num_slots == 0:
         return statistics
-    _statistics_kernel[(num_slots,)](
+    launch(
+        _statistics_kernel,
+        (num_slots,),
         statistics=statistics,
         products=products,
         columns=columns,
@@ -176,7 +179,9 @@ def finish_rows(
     num_slots = len(is_row)
     logprobs, entropy, logsumexp = (torch.empty_like(statistics[0]) for _ in range(3))
     block = 256
-    _finish_kernel[(ceil_div(max(num_slots, 1), block),)](
+    launch(
+        _finish_kernel,
+        (ceil_div(max(num_slots, 1), block),),
         logprobs=logprobs,
         entropy=entropy,
         logsumexp=logsumexp,
@@ -232,7 +237,9 @@ def entry_gradient(
         return grad
     assert gradients.entropy is None or entropy is not None
     block = 128
-    _gradient_kernel[(ceil_div(len(grad), block),)](
+    launch(
+        _gradient_kernel,
+        (ceil_div(len(grad), block),),
         grad=grad,
         products=products,
         slots=slots,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastrl.kernels import linear
 from fastrl.kernels.arguments import LogitTransform, RowGradients, VocabularyTile
+from fastrl.kernels.launch import launch
 from fastrl.kernels.linear_kernel import nearest_reference
 from fastrl.kernels.transform import LN_2, LOG2_E, as_fp32
 
@@ -66,7 +67,9 @@ def finish_exponentials(
     factors = logsumexp.new_empty(num_rows)
     if num_rows == 0:
         return factors
-    _finish_kernel[(num_rows,)](
+    launch(
+        _finish_kernel,
+        (num_rows,),
         exponentials=exponentials,
         partials=partials,
         label_logits=label_logits,

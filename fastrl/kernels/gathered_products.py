@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import ceil_div, next_power_of_2
+from fastrl.kernels.launch import launch
 
 
 def gathered_products(
@@ -27,7 +28,9 @@ def gathered_products(
     assert hidden.stride(1) == 1 or depth == 1
     assert weight.stride(1) == 1 or depth == 1
     block = 16
-    _products_kernel[(ceil_div(num_pairs, block),)](
+    launch(
+        _products_kernel,
+        (ceil_div(num_pairs, block),),
         products=products,
         hidden=hidden,
         weight=weight,

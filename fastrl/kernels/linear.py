@@ -25,6 +25,7 @@ from fastrl.kernels.arguments import (
     VocabularyTile,
     ceil_div,
 )
+from fastrl.kernels.launch import launch
 from fastrl.kernels.linear_kernel import (
     EXPONENTIALS,
     GRADIENT,
@@ -82,7 +83,7 @@ def linear_statistics(
         rows = slice(start, min(start + step, num_rows))
         part = statistics[:, rows]
         partials = _new_partials(tiles, part)
-        launch = _Launch(
+        prepared = _Launch(
             STATISTICS.value,
             hidden_states[rows],
             labels[rows],
@@ -91,7 +92,7 @@ def linear_statistics(
             label_logits=part[3],
             partials=partials,
         )
-        launch(weight, None, tile)
+        prepared(weight, None, tile)
         merge_partial_statistics(part, partials, entropy=entropy)
 
 
@@ -113,7 +114,7 @@ def linear_parts(
     """
     assert BLOCKS.columns == PART_COLUMNS
     partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), label_logits)
-    launch = _Launch(
+    prepared = _Launch(
         PARTS.value,
         hidden_states,
         labels,
@@ -122,7 +123,7 @@ def linear_parts(
         label_logits=label_logits,
         partials=partials,
     )
-    launch(weight, None, tile)
+    prepared(weight, None, tile)
     return partials
 
 
@@ -153,7 +154,7 @@ def linear_exponentials(
     partials = _new_partials(ceil_div(weight.shape[0], BLOCKS.columns), statistics)
     if hidden_states.shape[0] == 0:
         return partials
-    launch = _Launch(
+    prepared = _Launch(
         EXPONENTIALS.value,
         hidden_states,
         labels,
@@ -162,7 +163,7 @@ def linear_exponentials(
         label_logits=statistics[3],
         partials=partials,
     )
-    launch(weight, output, tile)
+    prepared(weight, output, tile)
     merge_partial_statistics(statistics, partials, entropy=entropy, accumulate=False)
     return partials
 
@@ -288,16 +289,20 @@ class _Launch:
         }
         tiles = self._row_tiles * ceil_div(num_columns, blocks.columns)
         grid = (min(tiles, self._most_programs), 1, 1)
-        # Triton's dispatch of 30 arguments takes longer than all else here. It would choose the
-        # same kernel: beside numbers that it is told not to look at, tiles differ by their bias.
+        # Another look at 30 arguments would choose the same kernel: beside numbers that Triton is
+        # told not to look at, tiles differ by their bias.
         bias = tile.bias
         key = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*arguments.values())
             return
-        self._compiled[key] = linear_kernel[grid](
-            **arguments, num_stages=blocks.num_stages, num_warps=blocks.num_warps
+        self._compiled[key] = launch(
+            linear_kernel,
+            grid,
+            **arguments,
+            num_stages=blocks.num_stages,
+            num_warps=blocks.num_warps,
         )
 
 

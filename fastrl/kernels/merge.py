@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import MOST_PARTS, ceil_div, next_power_of_2
+from fastrl.kernels.launch import launch
 from fastrl.kernels.transform import LOG2_E
 
 # Parts times rows of a program: 96 registers a thread.
@@ -66,7 +67,9 @@ def _launch(
         return
     assert partials.is_contiguous()
     block_rows = min(ELEMENTS // width, 32)
-    _merge_kernel[(ceil_div(num_rows, block_rows), num_nodes)](
+    launch(
+        _merge_kernel,
+        (ceil_div(num_rows, block_rows), num_nodes),
         nodes=nodes,
         partials=partials,
         slots=slots,

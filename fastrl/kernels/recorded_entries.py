@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import ceil_div
+from fastrl.kernels.launch import launch
 
 
 def entry_keys(
@@ -26,7 +27,9 @@ def entry_keys(
     num_ids, num_slots = len(ids), len(labels)
     keys = torch.empty(num_ids + num_slots, dtype=torch.int64, device=labels.device)
     block = 256
-    _keys_kernel[(ceil_div(max(len(keys), 1), block),)](
+    launch(
+        _keys_kernel,
+        (ceil_div(max(len(keys), 1), block),),
         keys=keys,
         ids=ids.contiguous(),
         slots=slots.contiguous(),
@@ -82,7 +85,9 @@ def split_keys(
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     columns = torch.empty_like(slots)
     block = 256
-    _split_kernel[(ceil_div(max(len(keys), 1), block),)](
+    launch(
+        _split_kernel,
+        (ceil_div(max(len(keys), 1), block),),
         slots=slots,
         columns=columns,
         keys=keys,

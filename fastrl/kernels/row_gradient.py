@@ -14,6 +14,7 @@ from fastrl.kernels.arguments import (
     ceil_div,
     next_power_of_2,
 )
+from fastrl.kernels.launch import launch
 from fastrl.kernels.row_statistics import parts_per_row
 from fastrl.kernels.transform import LOG2_E, as_fp32, inverse_temperature_of, logit_and_slope
 
@@ -56,7 +57,9 @@ def row_gradient(
         output = logits.view(operand_dtype)[:, :total_columns]
     if num_rows == 0 or total_columns == 0:
         return output
-    _row_gradient_kernel[(num_rows, num_parts)](
+    launch(
+        _row_gradient_kernel,
+        (num_rows, num_parts),
         output=output,
         logits=logits,
         labels=labels,

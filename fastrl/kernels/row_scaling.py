@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import ceil_div, next_power_of_2
+from fastrl.kernels.launch import launch
 
 # Of a grid-strided pass: several per multiprocessor.
 MAX_PROGRAMS = 1056
@@ -46,7 +47,9 @@ def _launch_rows(
     assert values.stride(1) == 1 or depth == 1
     assert output.stride(1) == 1 or depth == 1
     block = min(4096, next_power_of_2(depth))
-    _rows_kernel[(num_rows, ceil_div(depth, block))](
+    launch(
+        _rows_kernel,
+        (num_rows, ceil_div(depth, block)),
         output=output,
         values=values,
         factors=factors,
@@ -101,7 +104,9 @@ def scale_in_place(
     block = 4096
     for first, second in zip_longest(tensors[::2], tensors[1::2]):
         size = max(first.numel(), 0 if second is None else second.numel())
-        _scale_kernel[(min(ceil_div(size, block), MAX_PROGRAMS),)](
+        launch(
+            _scale_kernel,
+            (min(ceil_div(size, block), MAX_PROGRAMS),),
             first=first,
             second=second,
             factor=factor,
@@ -152,7 +157,9 @@ def column_sums(
     if num_rows == 0 or num_columns == 0:
         return sums
     assert matrix.stride(1) == 1 or num_columns == 1
-    _column_sums_kernel[(ceil_div(num_columns, 128),)](
+    launch(
+        _column_sums_kernel,
+        (ceil_div(num_columns, 128),),
         sums=sums,
         matrix=matrix,
         factors=factors,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import LogitTransform, VocabularyTile, ceil_div, next_power_of_2
+from fastrl.kernels.launch import launch
 from fastrl.kernels.merge import merge_partial_statistics
 from fastrl.kernels.transform import LOG2_E, as_fp32, inverse_temperature_of, logit_and_slope
 
@@ -54,7 +55,9 @@ def update_row_statistics(
     partials = statistics
     if num_parts > 1:
         partials = statistics.new_empty(num_parts, 3, num_rows)
-    _row_statistics_kernel[(num_rows, num_parts)](
+    launch(
+        _row_statistics_kernel,
+        (num_rows, num_parts),
         statistics=statistics,
         partials=partials,
         logits=logits,
@@ -101,7 +104,9 @@ def finish_row_statistics(
     assert statistics.stride(1) == 1 or num_rows == 1
     if num_rows:
         block = 128
-        _finish_kernel[(ceil_div(num_rows, block),)](
+        launch(
+            _finish_kernel,
+            (ceil_div(num_rows, block),),
             statistics=statistics,
             rows=rows,
             logprobs=logprobs,

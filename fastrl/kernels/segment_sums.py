@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.kernels.arguments import ceil_div, next_power_of_2
+from fastrl.kernels.launch import launch
 
 # Pairs of a segment that one program sums: the longest are split, always in the same places.
 LONGEST = 256
@@ -54,9 +55,11 @@ def add_segments(
         "num_warps": 4,
     }
     if num_windows > 1:
-        _partials_kernel[(num_windows, num_blocks)](**arguments)
+        launch(_partials_kernel, (num_windows, num_blocks), **arguments)
     starts = 8
-    _segments_kernel[(ceil_div(num_pairs, starts), num_blocks)](
+    launch(
+        _segments_kernel,
+        (ceil_div(num_pairs, starts), num_blocks),
         output=output,
         output_stride=output.stride(0),
         ONTO_ZEROS=onto_zeros,
@@ -231,7 +234,9 @@ def write_rows(
     assert output.stride(1) == 1 or depth == 1
     assert source.stride(1) == 1 or depth == 1
     block = min(1024, next_power_of_2(depth))
-    _rows_kernel[(len(slots), ceil_div(depth, block))](
+    launch(
+        _rows_kernel,
+        (len(slots), ceil_div(depth, block)),
         output=output,
         slots=slots,
         offsets=offsets,
