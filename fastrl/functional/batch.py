@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -226,7 +225,7 @@ class BatchKwargs:
     cut_by_pieces: bool = False
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
-    host_visible_until: Tensor | None = None  # [T]
+    host_visible_until: Tensor | None = None  # [T], on the CPU
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
     label_facts: LabelFacts | None = None
     stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
@@ -350,7 +349,9 @@ class BatchKwargs:
         self,
         rows: Tensor | slice | RowSet,  # [R]
     ) -> BatchKwargs:
-        """The batch of some rows: [T] vectors gathered, counts kept, row sets dropped.
+        """The batch of some rows: [T] vectors gathered when they are read, counts kept.
+
+        Row sets are dropped.
 
         It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too (on
         both sides), and `whole_documents` still describes the shard, not the selection.
@@ -358,24 +359,21 @@ class BatchKwargs:
         index = rows.index if isinstance(rows, RowSet) else rows
         # Those of the batch's own sets all have a label; a stream's batch has the sets of all.
         is_own = self.stream is None and any(rows is own for own in self.row_sets.values())
-        facts = self._known_labels
-        values = {name: getattr(self, name) for name in _DTYPES}
-        vectors = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, Tensor) and value.ndim == 1
-        }
-        gathered: dict[str, Any] = _gathered(vectors, index)
-        gathered |= {name: entries[index] for name, entries in self.entries.items()}
-        gathered["stream_counts"] = {name: each[index] for name, each in self.stream_counts.items()}
+        facts, labels = self._known_labels, _at(self.labels, index)
         if facts is not None:
-            all_labelled = is_own or facts.all_labelled
-            facts = LabelFacts(gathered["labels"], facts.bound, all_labelled)
-        gathered["label_facts"] = facts
-        dropped = dict.fromkeys((*_ROW_SETS, "visible_until", "host_visible_until"))
+            facts = LabelFacts(labels, facts.bound, is_own or facts.all_labelled)
         # Not by `replace`: what is selected from vectors that fit does fit, and this is hot.
-        selected = copy(self)
-        vars(selected).update(gathered | dropped)
+        selected = _Selected.__new__(_Selected)
+        vars(selected).update(
+            {name: value for name, value in vars(self).items() if name not in _DTYPES},
+            _source=self,
+            _index=index,
+            labels=labels,
+            label_facts=facts,
+            stream_counts={name: each[index] for name, each in self.stream_counts.items()},
+            **{name: entries[index] for name, entries in self.entries.items()},
+            **dict.fromkeys((*_ROW_SETS, "visible_until", "host_visible_until")),
+        )
         return selected
 
     @property
@@ -412,18 +410,12 @@ class BatchKwargs:
         return replace(self, **changes, label_facts=facts)
 
 
-def _gathered(
-    vectors: Mapping[str, Tensor],  # [T] each
+def _at(
+    vector: Tensor,  # [T]
     index: Tensor | slice,  # [R]
-) -> dict[str, Tensor]:  # [R] each
-    """Elements of vectors: of all of a dtype in one launch."""
-    if isinstance(index, slice):
-        return {name: vector[index] for name, vector in vectors.items()}
-    gathered: dict[str, Tensor] = {}
-    for dtype in {vector.dtype: None for vector in vectors.values()}:
-        same = {name: vector for name, vector in vectors.items() if vector.dtype == dtype}
-        gathered |= zip(same, torch.stack(list(same.values())).index_select(1, index), strict=True)
-    return gathered
+) -> Tensor:  # [R]
+    """Elements of a vector."""
+    return vector[index] if isinstance(index, slice) else vector.gather(0, index)
 
 
 ENTRIES = {"kept_tokens": ("kept_tokens",), "teacher_tokens": ("teacher_ids", "teacher_logprobs")}
@@ -438,3 +430,28 @@ SOURCES: dict[str, str] = {
     name: column["source"] for name, column in _COLUMNS.items() if column["source"]
 }
 """The field of `Document` that gives each [T] field of a batch; the others follow from packing."""
+
+
+class _Selected(BatchKwargs):
+    """Some rows of a batch. A loss reads few of the vectors, and the others are not gathered."""
+
+    _source: BatchKwargs
+    _index: Tensor | slice
+
+
+class _Column:
+    """A vector of `_Selected`, which stays as it was first read; what is set comes before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: _Selected, owner: type) -> Any:
+        value = getattr(batch._source, self._name)
+        if isinstance(value, Tensor) and value.ndim == 1:
+            value = _at(value, batch._index)
+        vars(batch)[self._name] = value
+        return value
+
+
+for _name in _DTYPES:
+    setattr(_Selected, _name, _Column(_name))

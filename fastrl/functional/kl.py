@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
 
 # Log-ratios are clamped to this bound (nats) before an exponential: e^20 = 4.9e8. Beyond it the
 # exponential is constant, so neither value nor gradient can leave the range of fp32.
 LOG_RATIO_BOUND = 20.0
+
+
+def saturated(log_ratios: Tensor) -> Tensor:
+    """Log-ratios clamped to `LOG_RATIO_BOUND`, with gradient 0 from there on."""
+    # That of a clamp takes six operations.
+    return hardtanh(log_ratios, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_estimate(differences: Tensor, estimator: str, bound: float | None = None) -> Tensor:  # [T]
@@ -30,6 +37,6 @@ def kl_estimate(differences: Tensor, estimator: str, bound: float | None = None)
     elif estimator == "k2":
         value = differences.square() / 2
     else:
-        bounded = differences.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        bounded = saturated(differences)
         value = torch.expm1(-bounded) + bounded
     return value if bound is None else value.clamp(-bound, bound)

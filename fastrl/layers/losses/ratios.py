@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from fastrl.config.loss_options import RatioLevel
 from fastrl.functional.batch import BatchKwargs
 from fastrl.functional.documents import document_sums
-from fastrl.functional.kl import LOG_RATIO_BOUND
+from fastrl.functional.kl import saturated
 from fastrl.layers.losses.policy_inputs import PolicyInputs
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of log-ratios clamped to the bound, with gradient 0 beyond it."""
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    """exp of saturated log-ratios."""
+    return saturated(log_ratio).exp()
 
 
 def logprob_minus_detached(logprobs: Tensor) -> Tensor:
