@@ -168,7 +168,8 @@ def make_batch(shape: Shape, seed: int = 0) -> BatchKwargs:
 def make_case(shape: Shape, device: str, seed: int = 0) -> Case:
     """Random tensors: near-uniform distributions, or peaked ones like those of a trained model."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    batch = make_batch(shape, seed).to(device)
+    batch = make_batch(shape, seed)
+    batch = batch.sent_to(device) if device == "cuda" else batch.to(device)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device)

@@ -226,3 +226,4 @@ def test_the_host_times_of_a_tiny_run(tmp_path: Path, monkeypatch: pytest.Monkey
         ("recompute", True),
     ]
     assert all(row["time_ms"] > row["backward_ms"] > 0 for row in rows)
+    assert all(row["after_wait_ms"] > 0 for row in rows)
