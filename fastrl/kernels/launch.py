@@ -2,7 +2,8 @@
 
 Triton looks at every argument, option and global variable of a kernel at each launch, which takes
 the host several times as long as the launch itself. Here a few facts of the arguments choose what
-it chose for the same facts.
+it chose for the same facts. What a process changes of Triton's own settings after a kernel's first
+launch, such as its debug mode, does not reach that kernel any more.
 """
 
 from __future__ import annotations
@@ -57,20 +58,18 @@ class _Kernel:
         self.compiled: dict[tuple[object, ...], Any] = {}
 
     def facts(self, arguments: dict[str, Any]) -> tuple[object, ...]:
-        """All that Triton's choice depends on: device, constants, types, alignments, special ints.
-
-        The arguments of one place come in one order, so that their names need not be told apart.
-        """
+        """What Triton's choice depends on: device, constants, types, alignments, special ints."""
         is_special = self._is_special
-        facts: list[object] = [torch.cuda.current_device()]
+        facts: list[object] = [torch.cuda.current_device(), *arguments]
         for name, value in arguments.items():
             special = is_special.get(name)
             if special is None or value is None:
-                facts.append(value)
+                facts += (type(value), value)
             elif isinstance(value, Tensor):
                 facts.append((value.dtype, value.data_ptr() % 16 == 0))
-            elif isinstance(value, int):
-                facts.append((value in _INT32, special and (value == 1, value % 16 == 0)))
+            elif type(value) is int:
+                size = 32 if value in _INT32 else 64 + (value >= 2**63)
+                facts.append((size, special and (value == 1, value % 16 == 0)))
             elif isinstance(value, TensorDescriptor):
                 facts.append((value.base.dtype, *value.block_shape))
             else:

@@ -49,13 +49,14 @@ def test_a_second_launch_of_the_same_facts_takes_what_was_compiled(
     add, x, y = kernel(), torch.zeros(8), torch.ones(8)
     first: dict[str, Any] = {"x": x, "y": None, "size": 32, "count": 5, "BLOCK": 4}
     launch(add, (3,), **first, num_warps=4)
-    # Another order is another place: it is looked at anew.
     launch(add, (7, 2), x=y, y=None, size=48, count=1, BLOCK=4, num_warps=4)
     assert [kind for kind, _ in calls] == ["compiled", "launched"]
     grid, arguments = calls[1][1]
     assert grid == (7, 2, 1)
     assert arguments[0] is y
     assert arguments[1:] == (None, 48, 1, 4)
+    launch(add, (1,), y=None, x=x, size=32, count=5, BLOCK=4, num_warps=4)
+    assert calls[-1][0] == "compiled"  # in another order
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_a_second_launch_of_the_same_facts_takes_what_was_compiled(
         {"count": 2**31},
         {"size": 2.0},
         {"BLOCK": 8},
+        {"BLOCK": 4.0},
         {"num_warps": 8},
     ],
     ids=str,
@@ -99,7 +101,7 @@ def test_facts_tell_apart_what_triton_does(monkeypatch: pytest.MonkeyPatch) -> N
     base = torch.zeros(64, 64, dtype=torch.float16)
     values: list[Any] = [
         *(0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31, 2**32, 2**40 + 16, -1, -16, -(2**31)),
-        *(0.0, 1.0, 16.0, None),
+        *(0.0, 1.0, 16.0, None, True, False, 2**63, 2**63 + 16),
         *(torch.zeros(32, dtype=dtype)[k:] for dtype in (torch.int64, torch.bfloat16, torch.float32)
           for k in (0, 1, 2, 4, 8)),
         *(TensorDescriptor.from_tensor(base.to(dtype), [rows, 16])
