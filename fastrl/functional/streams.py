@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
@@ -76,14 +77,16 @@ def of_stream(batch: BatchKwargs, stream: Stream | None) -> BatchKwargs:
             f"`stream_counts` must have {stream!r} beside `{name}`, got"
             f" {sorted(batch.stream_counts)}; a TokenBatch's `to_kwargs` makes them"
         )
-    return replace(
-        batch,
+    # A copy leaves vectors that nobody has read where they are, as `select` does.
+    of_stream = copy(batch)
+    vars(of_stream).update(
         labels=torch.where(weights != 0, batch.labels, -100),
         label_counts=counts.label_counts,
         num_labels_in_batch=counts.num_labels_in_batch,
         num_documents_in_batch=counts.num_documents_in_batch,
         stream=stream,
     )
+    return of_stream
 
 
 def weighted_in_stream(
