@@ -30,7 +30,7 @@ from fastrl.data.slices import (
     shard_slots,
     split_multiple,
 )
-from fastrl.functional.batch import ENTRIES, BatchKwargs, LabelFacts, RowSet
+from fastrl.functional.batch import ENTRIES, BatchKwargs, LabelFacts, PrefixFacts, RowSet
 from fastrl.functional.kept_tokens import KeptTokens
 from fastrl.functional.streams import StreamCounts
 from fastrl.parallel import ParallelGroups, group_rank, group_size
@@ -329,6 +329,21 @@ class TokenBatch:
             return None
         return LabelFacts(labels, int(self.labels.max()) + 1 if len(self.labels) else 0)
 
+    def _prefix_facts(
+        self,
+        visible_until: Tensor | None,  # [T]
+    ) -> PrefixFacts | None:
+        """What is known of shared slots, which are those of the whole sequence."""
+        if visible_until is None:
+            return None
+        longest, first = max(self.document_lengths), self.num_tokens
+        ends = (
+            torch.arange(first, self.padded_length).sub(first).div(longest, rounding_mode="floor")
+        )
+        host = visible_until.clone()
+        host[first:] = (first + (ends + 1) * longest).clamp(max=self.padded_length)
+        return PrefixFacts(visible_until, host)
+
     def _is_cut(
         self,
         owners: Tensor,  # [T]
@@ -347,6 +362,7 @@ class TokenBatch:
     ) -> BatchKwargs:
         """The batch of some slots of the sequence."""
         document_index = self.document_index[slots]
+        visible_until = None if self.visible_until is None else self.visible_until[slots]
         labels, columns, draw_weights = self._drawn(slots)
         entries: dict[str, Any] = {name: each[slots] for name, each in self.entries.items()}
         versions = self.model_versions
@@ -385,8 +401,8 @@ class TokenBatch:
             whole_documents=not is_cut,
             cut_by_pieces=is_cut_by_pieces,
             max_document_length=max(self.document_lengths, default=0),
-            visible_until=None if self.visible_until is None else self.visible_until[slots],
-            host_visible_until=self.visible_until,
+            visible_until=visible_until,
+            prefix_facts=self._prefix_facts(visible_until),
             label_facts=self._label_facts(labels),
             stream_counts=self._stream_counts(slots, counts),
         )

@@ -103,6 +103,20 @@ class LabelFacts:
         return labels is self.labels and _version(labels) == self._version
 
 
+@dataclass(eq=False)
+class PrefixFacts:
+    """What the host knows of slots that documents share, as long as the batch has these.
+
+    Attributes:
+        visible_until: [T] of the batch.
+        host: [T] on the CPU: the same at documents. Padding, which no one reads, is documents of at
+            most the longest one's slots there, as one for each of its slots would cost attention.
+    """
+
+    visible_until: Tensor  # [T]
+    host: Tensor  # [T]
+
+
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
@@ -169,8 +183,8 @@ class BatchKwargs:
             slot k if k <= q < visible_until[k]. A shared slot has no label; its `document_index`
             is that of one of its documents. None where no slot is shared: a slot then sees those of
             its document up to itself.
-        host_visible_until: `visible_until` on the CPU, where attention makes its plan; None in
-            batches made by hand.
+        prefix_facts: what the host knows of `visible_until`, where attention makes its plan; None
+            in batches made by hand.
         cut_by_pieces: a document with a label continues in another micro-sequence of the split, so
             that sums over documents are not possible. The same on all ranks.
         target_rows: [T] int64, of a draft head's batch: the row of the slot whose label this slot
@@ -225,7 +239,7 @@ class BatchKwargs:
     cut_by_pieces: bool = False
     max_document_length: int | None = None
     visible_until: Tensor | None = field(default=None, metadata=_int64())  # [T]
-    host_visible_until: Tensor | None = None  # [T], on the CPU
+    prefix_facts: PrefixFacts | None = None
     target_rows: Tensor | None = field(default=None, metadata=_int64())  # [T]
     label_facts: LabelFacts | None = None
     stream_counts: Mapping[str, StreamCounts] = field(default_factory=dict)
@@ -279,6 +293,14 @@ class BatchKwargs:
     def _known_labels(self) -> LabelFacts | None:
         facts = self.label_facts
         return facts if facts is not None and facts.hold_of(self.labels) else None
+
+    @property
+    def host_visible_until(self) -> Tensor | None:  # [T]
+        """`PrefixFacts.host`; None where it is not known."""
+        facts = self.prefix_facts
+        return (
+            facts.host if facts is not None and facts.visible_until is self.visible_until else None
+        )
 
     @property
     def entries(self) -> dict[str, KeptTokens]:
@@ -353,8 +375,9 @@ class BatchKwargs:
 
         Row sets are dropped.
 
-        It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too (on
-        both sides), and `whole_documents` still describes the shard, not the selection.
+        It is for a head: `visible_until`, which numbers the slots of the whole, is dropped too, and
+        `whole_documents` still describes the shard, not the selection. The batch must not be
+        written into before the vectors are read.
         """
         index = rows.index if isinstance(rows, RowSet) else rows
         # Those of the batch's own sets all have a label; a stream's batch has the sets of all.
@@ -372,7 +395,7 @@ class BatchKwargs:
             label_facts=facts,
             stream_counts={name: each[index] for name, each in self.stream_counts.items()},
             **{name: entries[index] for name, entries in self.entries.items()},
-            **dict.fromkeys((*_ROW_SETS, "visible_until", "host_visible_until")),
+            **dict.fromkeys((*_ROW_SETS, "visible_until", "prefix_facts")),
         )
         return selected
 
@@ -396,18 +419,17 @@ class BatchKwargs:
         }
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name == "host_visible_until":
-                continue
             if isinstance(value, Tensor):
                 changes[each.name] = function(value)
             elif isinstance(value, RowSet):
                 changes[each.name] = replace(value, index=function(value.index))
             elif isinstance(value, KeptTokens):
                 changes[each.name] = value.map(function)
-        facts = self._known_labels
+        facts, host = self._known_labels, self.host_visible_until
         if facts is not None:
             facts = LabelFacts(changes["labels"], facts.bound, facts.all_labelled)
-        return replace(self, **changes, label_facts=facts)
+        prefixes = None if host is None else PrefixFacts(changes["visible_until"], host)
+        return replace(self, **changes, label_facts=facts, prefix_facts=prefixes)
 
 
 def _at(
@@ -445,7 +467,9 @@ class _Column:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, batch: _Selected, owner: type) -> Any:
+    def __get__(self, batch: _Selected | None, owner: type) -> Any:
+        if batch is None:
+            return self
         value = getattr(batch._source, self._name)
         if isinstance(value, Tensor) and value.ndim == 1:
             value = _at(value, batch._index)

@@ -43,14 +43,14 @@ class StatelessAttention:
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DocumentLengths:
     """What the host knows of the documents of a packed sequence.
 
     Attributes:
         number: of documents, at least.
         longest: tokens of the longest one, at least.
-        visible_until: [T] of `BatchKwargs`, on the CPU, where documents share slots.
+        visible_until: [T], of `BatchKwargs.host_visible_until`, where documents share slots.
     """
 
     number: int

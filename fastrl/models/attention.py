@@ -16,7 +16,7 @@ from fastrl.config.model import WHOLE_DOCUMENTS, AttentionImplementation
 from fastrl.models.attend import DocumentLengths, LayerAttention, StatelessAttention
 from fastrl.models.prefix_tree import PrefixTree
 from fastrl.models.tree_attention import TreeAttention
-from fastrl.models.varlen import VarlenDocumentAttention, check_varlen, document_starts
+from fastrl.models.varlen import check_varlen, document_starts
 
 FLEX_BLOCK_SIZE = 128
 FLEX_MIN_HEAD_DIM = 16
@@ -50,8 +50,6 @@ def document_attention(
     if implementation in WHOLE_DOCUMENTS:
         check_varlen(implementation, document_index.device, dtype)
         starts, longest = document_starts(document_index, lengths)
-        if implementation == "varlen":
-            return VarlenDocumentAttention(starts, longest)
         tree = PrefixTree.of_documents(starts, len(document_index), longest)
         return TreeAttention(tree, implementation)
     flex = uses_flex(implementation, document_index.device, head_dim, dtype)

@@ -19,7 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # [n, H, head_dim] and [H, n]
     """Attention of each run of queries to its keys, and the fp32 log-sum-exp of the scores."""
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_bounds(runs), 0.0, runs.is_causal, False
+        query.contiguous(), key, value, *_bounds(runs), 0.0, runs.is_causal, False
     )
     return output, logsumexp
 

@@ -58,7 +58,9 @@ class PrefixTree:
     rows: Tensor
     sizes: Tensor
 
+    # On the host, where the tree decides shapes: nothing to compile.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(
         cls,
         visible_until: Tensor,  # [T]
@@ -89,7 +91,9 @@ class PrefixTree:
             starts, rows = send([starts, rows], device)
         return cls(starts, rows, sizes)
 
+    # Nor here: the number of documents would make graphs.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of_documents(
         cls,
         starts: Tensor,  # [N + 1]

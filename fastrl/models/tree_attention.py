@@ -73,6 +73,8 @@ def tree_attention(
     Returns:
         The output, and the fp32 log-sum-exp.
     """
+    if len(query) == 0:  # kernels have no empty launch
+        return torch.empty_like(query), query.new_empty((query.shape[1], 0), dtype=torch.float32)
     forward = _kernels(kernel).forward
     nodes, *others = runs_of(starts, rows, sizes)
     output, logsumexp = forward(query, key, value, nodes)
@@ -118,6 +120,8 @@ def tree_attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `tree_attention` by query, key and value."""
+    if len(query) == 0:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     backward = _kernels(kernel).backward
     nodes, *others = runs_of(starts, rows, sizes)
     grads: tuple[Tensor, Tensor, Tensor] = backward(
@@ -173,6 +177,7 @@ def _weights(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # those of the log-sum-exp
     query, key, value, *tree, ctx.kernel = inputs
     ctx.save_for_backward(query, key, value, *output, *tree)
 

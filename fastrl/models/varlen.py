@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from fastrl.config.model import AttentionImplementation
 from fastrl.models import flash4
-from fastrl.models.attend import DocumentLengths, StatelessAttention
+from fastrl.models.attend import DocumentLengths
 
 
 def varlen_refusal(
@@ -59,37 +54,3 @@ def document_starts(
     stretches = torch.arange(1, -(-num_tokens // longest) + 1, device=device) * longest
     padding = (begins[-1] + stretches).clamp(max=num_tokens)
     return torch.cat([begins, padding]).to(torch.int32), longest
-
-
-@dataclass(frozen=True, eq=False)
-class VarlenDocumentAttention(StatelessAttention):
-    """FlashAttention over documents of any lengths, one kernel for all.
-
-    Attributes:
-        starts: [N + 1] int32, of `document_starts`.
-        longest: rows of the longest document, at least.
-    """
-
-    starts: Tensor
-    longest: int
-
-    def __call__(
-        self,
-        query: Tensor,  # [T, H, head_dim]
-        key: Tensor,  # [T, K, head_dim]
-        value: Tensor,  # [T, K, head_dim]
-    ) -> Tensor:  # [T, H, head_dim]
-        group = query.shape[1] // key.shape[1]
-        if group > 1 and not _VARLEN_GROUPS:
-            key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
-        options: dict[str, Any] = {"window_size": (-1, 0)}
-        if group > 1 and _VARLEN_GROUPS:
-            options["enable_gqa"] = True
-        bounds = (self.starts, self.starts, self.longest, self.longest)
-        output = varlen_attn(query, key, value, *bounds, **options)
-        assert isinstance(output, Tensor)
-        return output
-
-
-# Before torch 2.12 query heads that share a key head are not an option.
-_VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters

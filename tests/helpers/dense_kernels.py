@@ -14,7 +14,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tens
     """Output and log-sum-exp [H, n]."""
     probabilities, scores = _softmax(query, key, runs)
     output = torch.einsum("hqk,khd->qhd", probabilities, _heads(value, query))
-    return output, scores.logsumexp(-1)
+    return output.contiguous(), scores.logsumexp(-1)
 
 
 def backward(
@@ -38,7 +38,7 @@ def backward(
         torch.einsum("hqk,qhd->khd", by_score, query).unflatten(1, (-1, group)).sum(2),
         torch.einsum("hqk,qhd->khd", probabilities, grad_output).unflatten(1, (-1, group)).sum(2),
     )
-    return grads
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
 def sees(runs: Runs) -> Tensor:  # [n, m]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from fastrl import Llama, TokenBatch
+from fastrl.models import attention
 from fastrl.models import prefix_attention as module
 from fastrl.models import tree_attention as operator
 from fastrl.models.attend import DocumentLengths
+from fastrl.models.compiled import compile_layers
 from fastrl.models.prefix_tree import PrefixTree, Runs, runs_of
 from fastrl.models.tree_attention import TreeAttention
 from tests.helpers import dense_kernels
@@ -24,13 +28,17 @@ from tests.helpers.shared_prefixes import (
     visible_until_of,
 )
 
+# torch warns of itself when it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 CASES = ["one_token", "padding_only", "full_blocks", "small", "wide_0", "wide_1", "chain"]
 
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "_kernels", lambda name: dense_kernels)
-    monkeypatch.setattr(module, "check_varlen", lambda *arguments: None)
+    for each in (attention, module):
+        monkeypatch.setattr(each, "check_varlen", lambda *arguments: None)
 
 
 def until_of(name: str) -> Tensor:
@@ -86,10 +94,10 @@ def test_values_and_gradients_are_the_definition(name: str, compiles: bool) -> N
     heads = [torch.randn(len(until), number, 16, dtype=torch.float64) for number in (4, 2, 2)]
     for tensor in heads:
         tensor.requires_grad_()
-    attention = TreeAttention(PrefixTree.of(until, until.device), "varlen")
+    attend = TreeAttention(PrefixTree.of(until, until.device), "varlen")
 
     def scaled(*states: Tensor) -> Tensor:
-        return 3 * attention(*states)
+        return 3 * attend(*states)
 
     call = torch.compile(scaled, fullgraph=True, backend="aot_eager") if compiles else scaled
     got = call(*heads)
@@ -129,7 +137,7 @@ def test_few_graphs_serve_trees_of_any_depth() -> None:
 @pytest.mark.parametrize("implementation", ["varlen", "flash4"])
 def test_a_model_s_step_is_that_of_the_flat_sequence(implementation: Any, loss: str) -> None:
     results = []
-    for share in (False, True):
+    for share, compiles in ((False, False), (True, False), (True, True)):
         torch.manual_seed(3)
         chosen: Any = implementation if share else "per_document"
         config = tiny_config(
@@ -140,11 +148,31 @@ def test_a_model_s_step_is_that_of_the_flat_sequence(implementation: Any, loss: 
             grouped_documents(), share_prefixes=share, pad_to_multiple=64
         )
         (kwargs,) = batch.to_kwargs()
+        if compiles:
+            compile_layers(llama.model.layers, backend="aot_eager")
         output = llama(kwargs)
         output.loss.backward()
         results.append([output.loss.detach(), *(each.grad for each in llama.parameters())])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    flat, *shared = results
+    for result in shared:
+        for mine, theirs in zip(result, flat, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize("share", [False, True])
+def test_a_compiled_model_makes_the_tree_on_the_host(share: bool) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    config = tiny_config(
+        head={"losses": {"loss": LOSSES["grpo"]}}, attention_implementation="flash4"
+    )
+    llama = Llama(config, dtype=torch.float64)
+    (kwargs,) = TokenBatch.from_documents(grouped_documents(), share_prefixes=share).to_kwargs()
+    compiled = torch.compile(llama, backend="eager")(kwargs)
+    torch.testing.assert_close(compiled.loss, llama(kwargs).loss, rtol=1e-10, atol=0)
+    # Around what is made on the host, and around the head.
+    assert len(counters["graph_break"]) <= 2
 
 
 @pytest.mark.usefixtures("dense")
@@ -152,26 +180,60 @@ def test_no_wait_for_the_device_where_the_host_knows_the_tree() -> None:
     """Nothing on the meta device can be read."""
     until = until_of("small")
     lengths = DocumentLengths(9, 40, until)
-    attention = module.prefix_attention(
+    attend = module.prefix_attention(
         until.to("meta"),
         implementation="flash4",
         head_dim=16,
         dtype=torch.bfloat16,
         lengths=lengths,
     )
-    assert isinstance(attention, TreeAttention)
-    assert attention.kernel == "flash4"
-    assert len(parts_of(attention.tree)) > 2
+    assert isinstance(attend, TreeAttention)
+    assert attend.kernel == "flash4"
+    assert len(parts_of(attend.tree)) > 2
 
 
 def test_the_host_s_copy_stays_on_the_host() -> None:
     batch = TokenBatch.from_documents(grouped_documents(), share_prefixes=True)
     (kwargs,) = batch.to_kwargs()
-    assert kwargs.visible_until is not None
-    assert kwargs.host_visible_until is not None
-    assert torch.equal(kwargs.host_visible_until, kwargs.visible_until)
+    until, host = kwargs.visible_until, kwargs.host_visible_until
+    assert until is not None
+    assert host is not None
+    assert torch.equal(host, until)
     moved = kwargs.to("meta")
     assert moved.visible_until is not None
     assert moved.visible_until.is_meta
-    assert moved.host_visible_until is kwargs.host_visible_until
+    assert moved.host_visible_until is host
+    assert moved.replace(temperature=2.0).host_visible_until is host
     assert kwargs.select(slice(0, 3)).host_visible_until is None
+
+
+def test_the_host_s_copy_is_of_no_other_tree() -> None:
+    (kwargs,) = TokenBatch.from_documents(grouped_documents(), share_prefixes=True).to_kwargs()
+    other = torch.arange(kwargs.num_tokens) + 1
+    assert kwargs.replace(visible_until=other).host_visible_until is None
+    assert replace(kwargs, visible_until=other).host_visible_until is None
+
+
+def test_padding_is_few_runs_on_the_host() -> None:
+    """Kernels take memory for each run; no document of the sequence is made longer by them."""
+    batch = TokenBatch.from_documents(grouped_documents(), share_prefixes=True)
+    longest, length = max(batch.document_lengths), batch.padded_length
+    (kwargs,) = batch.padded(length + 3 * longest + 2).to_kwargs()
+    assert kwargs.host_visible_until is not None
+    tree = PrefixTree.of(kwargs.host_visible_until, torch.device("cpu"))
+    assert batch.visible_until is not None
+    bare = PrefixTree.of(batch.visible_until, torch.device("cpu"))
+    runs, bare_runs = parts_of(tree)[0], parts_of(bare)[0]
+    assert len(runs.query_starts) == len(bare_runs.query_starts) + 4
+    assert runs.query_starts[-5:].diff().tolist() == [longest, longest, longest, 2]
+    assert len(parts_of(tree)) == len(parts_of(bare))
+
+
+@pytest.mark.usefixtures("dense")
+def test_a_sequence_without_tokens() -> None:
+    tree = PrefixTree.of(torch.empty(0, dtype=torch.int64), torch.device("cpu"))
+    heads = [torch.randn(0, number, 16, requires_grad=True) for number in (4, 2, 2)]
+    output = TreeAttention(tree, "varlen")(*heads)
+    assert output.shape == (0, 4, 16)
+    grads = torch.autograd.grad(output.sum(), heads)
+    assert [grad.shape for grad in grads] == [each.shape for each in heads]
