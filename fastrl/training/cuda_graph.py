@@ -59,6 +59,7 @@ def _capture(
             except BaseException:
                 with suppress(RuntimeError):  # says only that something failed before
                     graph.capture_end()
+                _release(generator)
                 raise
             graph.capture_end()
     except torch.OutOfMemoryError:
@@ -70,6 +71,12 @@ def _capture(
             " it is set, or sample elsewhere (`rollouts` of type `server`, `device: cpu`)"
         ) from error
     return graph
+
+
+def _release(generator: torch.Generator) -> None:
+    """Takes generators out of a capture that failed, in which they would draw nothing more."""
+    for each in (generator, torch.cuda.default_generators[torch.cuda.current_device()]):
+        each.graphsafe_set_state(each.clone_state())
 
 
 @cache

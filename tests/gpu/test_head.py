@@ -188,7 +188,7 @@ def test_w3_only_demanded_gradients(strategy: str) -> None:
     head = grpo_head(256, 32000, strategy=strategy, bias=True, max_logits_bytes=2**22)
     assert head.bias is not None
     losses = []
-    for needs in range(8):
+    for needs in (7, *range(8)):  # the first one loads kernels and makes a BLAS's workspace
         hidden = torch.ones(batch.num_tokens, 256, device="cuda", dtype=BF16)
         hidden.requires_grad_(bool(needs & 1))
         head.weight.requires_grad_(bool(needs & 2))

@@ -36,8 +36,8 @@ CASE = MegatronCase(main_grad=True, dtype=torch.bfloat16, width=512, vocabulary=
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The adapter, with Megatron's groups over one rank of NCCL."""
-    module = peer_module("fastrl.integrations.megatron")
     state = peer_module("megatron.core.parallel_state")
+    module = peer_module("fastrl.integrations.megatron")
     torch.cuda.set_device(0)
     folder = tmp_path_factory.mktemp("rendezvous")
     dist.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{folder}/store")

@@ -149,15 +149,17 @@ def test_models_of_transformers_draw_the_same(family: str, monkeypatch: pytest.M
 
 
 def test_a_step_that_waits_for_the_device_is_refused() -> None:
-    number = torch.zeros(1, device="cuda")
+    number, generator = torch.zeros(1, device="cuda"), torch.Generator("cuda")
 
     def step() -> None:
         number.item()
 
     with (
         pytest.raises(UserError, match=r"must be captured as a CUDA graph on .*, which fails"),
-        repeated(step, torch.Generator("cuda")),
+        repeated(step, generator),
     ):
         pass
     number += 1
     assert float(number) == 1
+    for each in (None, generator):  # they draw as before
+        assert torch.rand(2, device="cuda", generator=each).unique().numel() == 2
