@@ -140,5 +140,6 @@ class Sampler:
             while done < most and (done % _LOOK_EVERY or draws.num_going_on()):
                 step()
                 done += 1
-        draws.cache.skip_to(start + done - 1)
+            # Here, where what the cache holds of the capture's memory can still go back to it.
+            draws.cache.skip_to(start + done - 1)
         return done

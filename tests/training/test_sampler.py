@@ -141,7 +141,10 @@ def test_blocks_leave_out_no_end() -> None:
 def _as_graphs_do(
     step: Callable[[], None], generator: torch.Generator
 ) -> Iterator[Callable[[], None]]:
-    """A capture runs the host's part of a step alone, a replay the device's."""
+    """A capture runs the host's part of a step alone, a replay the device's.
+
+    At the end the capture's memory goes, of which nothing may be held any more.
+    """
     draws = getattr(step, "__self__")  # noqa: B009
     assert isinstance(draws, Draws)
     cache = draws.cache
@@ -166,6 +169,8 @@ def _as_graphs_do(
         assert {id(each) for each in vars(draws).values()} == identities
 
     yield replay
+    kept = [each for each, _ in before]
+    assert all(any(each is other for other in kept) for each in tensors())
 
 
 def test_a_captured_step_goes_on_where_its_replays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
