@@ -337,11 +337,9 @@ class TokenBatch:
         if visible_until is None:
             return None
         longest, first = max(self.document_lengths), self.num_tokens
-        ends = (
-            torch.arange(first, self.padded_length).sub(first).div(longest, rounding_mode="floor")
-        )
+        stretch = torch.arange(self.padded_length - first) // longest
         host = visible_until.clone()
-        host[first:] = (first + (ends + 1) * longest).clamp(max=self.padded_length)
+        host[first:] = (first + (stretch + 1) * longest).clamp(max=self.padded_length)
         return PrefixFacts(visible_until, host)
 
     def _is_cut(

@@ -78,15 +78,15 @@ def of_stream(batch: BatchKwargs, stream: Stream | None) -> BatchKwargs:
             f" {sorted(batch.stream_counts)}; a TokenBatch's `to_kwargs` makes them"
         )
     # A copy leaves vectors that nobody has read where they are, as `select` does.
-    of_stream = copy(batch)
-    vars(of_stream).update(
+    changed = copy(batch)
+    vars(changed).update(
         labels=torch.where(weights != 0, batch.labels, -100),
         label_counts=counts.label_counts,
         num_labels_in_batch=counts.num_labels_in_batch,
         num_documents_in_batch=counts.num_documents_in_batch,
         stream=stream,
     )
-    return of_stream
+    return changed
 
 
 def weighted_in_stream(

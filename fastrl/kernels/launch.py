@@ -1,9 +1,10 @@
 """Launches of jitted kernels, past Triton's dispatch where a kernel was compiled before.
 
-Triton looks at every argument, option and global variable of a kernel at each launch, which takes
-the host several times as long as the launch itself. Here a few facts of the arguments choose what
-it chose for the same facts. What a process changes of Triton's own settings after a kernel's first
-launch, such as its debug mode, does not reach that kernel any more.
+Triton looks at every argument, option and global variable of a kernel at each launch. Here a few
+facts of the arguments choose what it chose for the same facts, which takes the host some 0.7 of the
+time: 8 instead of 11 us for a kernel of ten arguments, 18 instead of 26 for one of 25. What a
+process changes of Triton's own settings after a kernel's first launch, such as its debug mode, does
+not reach that kernel any more.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def tree_attention(
         The output, and the fp32 log-sum-exp.
     """
     if len(query) == 0:  # kernels have no empty launch
-        return torch.empty_like(query), query.new_empty((query.shape[1], 0), dtype=torch.float32)
+        return _new_results(query)
     forward = _kernels(kernel).forward
     nodes, *others = runs_of(starts, rows, sizes)
     output, logsumexp = forward(query, key, value, nodes)
@@ -101,9 +101,7 @@ def _(
     sizes: Tensor,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    logsumexp = query.new_empty((query.shape[1], query.shape[0]), dtype=dtype)
-    return query.new_empty(query.shape), logsumexp
+    return _new_results(query)
 
 
 @torch.library.custom_op("fastrl::tree_attention_backward", mutates_args=())
@@ -162,6 +160,14 @@ def _(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _new_results(
+    query: Tensor,  # [T, H, head_dim]
+) -> tuple[Tensor, Tensor]:  # [T, H, head_dim] and [H, T]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    logsumexp = query.new_empty((query.shape[1], query.shape[0]), dtype=dtype)
+    return query.new_empty(query.shape), logsumexp
 
 
 def _kernels(name: str) -> Any:

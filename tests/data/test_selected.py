@@ -16,11 +16,13 @@ from fastrl.functional.batch import _DTYPES
 from fastrl.functional.streams import of_stream
 from tests.helpers.shared_prefixes import grouped_documents
 
-ROWS = torch.tensor([1, 2, 5, 8, 13, 21])
+ROWS = torch.tensor([1, 8, 10, 13, 22, 24, 27, 31, 33, 36])
 
 
 def batch() -> BatchKwargs:
-    documents = [replace(each, rl_weight=0.5) for each in grouped_documents()]
+    documents = [
+        replace(each, rl_weight=number % 2 / 2) for number, each in enumerate(grouped_documents())
+    ]
     (kwargs,) = TokenBatch.from_documents(documents).to_kwargs()
     return kwargs
 
@@ -86,6 +88,8 @@ def test_the_batch_of_a_stream_leaves_what_nobody_read() -> None:
     counts, weights = batch().stream_counts["rl"].label_counts[ROWS], batch().rl_weights
     assert weights is not None
     labels = torch.where(weights[ROWS] != 0, batch().labels[ROWS], -100)
+    assert not torch.equal(labels, batch().labels[ROWS])
+    assert (labels != -100).any()
     assert_same(streamed, ROWS, labels=labels, label_counts=counts)
     assert streamed.stream == "rl"
     assert selected.stream is None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl import Document, TokenBatch
-from fastrl.functional.batch import BatchKwargs, LabelFacts, PrefixFacts, RowSet
+from fastrl.functional.batch import BatchKwargs, LabelFacts, RowSet
 from fastrl.functional.transfer import send
 
 
@@ -42,10 +42,6 @@ def test_a_batch_arrives_whole() -> None:
         elif isinstance(expected, LabelFacts):
             assert found.hold_of(sent.labels)
             found, expected = sent.label_bound, batch.label_bound
-        elif isinstance(expected, PrefixFacts):
-            found, expected = sent.host_visible_until, None
-            assert found is batch.host_visible_until
-            found = None
         if isinstance(expected, Tensor):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             assert found.data_ptr() != expected.data_ptr() or not found.numel()

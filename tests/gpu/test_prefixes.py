@@ -19,8 +19,8 @@ from fastrl.models.tree_attention import TreeAttention
 from tests.helpers.model_cases import tiny_config
 from tests.helpers.shared_prefixes import (
     LOSSES,
+    attention_over_paths,
     grouped_documents,
-    tree_of_paths,
     visible_until_of,
     wide_batch,
 )
@@ -72,7 +72,7 @@ def check_against_definition(
     ]
     got = attention(*of_heads)
     query, key, value = (tensor.double() for tensor in of_heads)
-    expected = _definition(query, key, value, until)
+    expected = attention_over_paths(query, key, value, until)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
     upstream = torch.randn_like(got)
@@ -81,14 +81,6 @@ def check_against_definition(
     for gradient, reference in zip(gradients, references, strict=True):
         error = (gradient.double() - reference.double()).norm()
         assert error <= tolerance * (reference.double().norm() + upstream.double().norm())
-
-
-def _definition(query: Tensor, key: Tensor, value: Tensor, until: Tensor) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-    scores = scores.masked_fill(~tree_of_paths(until).cuda(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
 @pytest.mark.parametrize("implementation", ["flex", "varlen"])
@@ -131,8 +123,9 @@ def test_a_step_is_that_of_the_flat_sequence(
     head_dim = 16 if dtype == torch.float32 else 64
     options: dict[str, Any] = {"attention_implementation": implementation, "head_dim": head_dim}
     torch.manual_seed(3)
-    # A loss without a clip, whose bound 16 bits may put a token on either side of.
-    config = tiny_config(head={"losses": {"loss": LOSSES["cross_entropy"]}}, **options)
+    # In 16 bits one without a clip, whose bound a token may be on either side of.
+    name = "grpo" if dtype == torch.float32 else "cross_entropy"
+    config = tiny_config(head={"losses": {"loss": LOSSES[name]}}, **options)
     llama = Llama(config, device="cuda", dtype=dtype)
     if compiled:
         compile_layers(llama.model.layers)

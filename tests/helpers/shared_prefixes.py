@@ -202,6 +202,15 @@ def tree_of_paths(visible_until: Tensor) -> Tensor:
     return (slot <= slot[:, None]) & (slot[:, None] < visible_until)
 
 
+def attention_over_paths(query: Tensor, key: Tensor, value: Tensor, until: Tensor) -> Tensor:
+    """[T, H, head_dim]: attention over a tree by the definition, pair by pair."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(~tree_of_paths(until).to(query.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
 def wide_batch(seed: int, num_padding: int = 0) -> TokenBatch:
     """Some random groups over several blocks of FlexAttention, with trees of prompts."""
     generator = torch.Generator().manual_seed(seed)

@@ -24,6 +24,7 @@ from tests.helpers.shared_prefixes import (
     LOSSES,
     Result,
     assert_same_step,
+    attention_over_paths,
     documents_for,
     grouped_documents,
     step_of,
@@ -82,10 +83,8 @@ def test_paths_are_the_definition(name: str) -> None:
         until, implementation="auto", head_dim=16, dtype=torch.float64
     ).of_layer(0)
     got = attention(*heads)
-    query, key, value = heads[0], *(each.repeat_interleave(2, dim=1) for each in heads[1:])
-    scores = torch.einsum("qhd,khd->hqk", query, key) / 4
-    scores = scores.masked_fill(~tree_of_paths(until), float("-inf"))
-    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    query, key, value = heads
+    expected = attention_over_paths(query, key, value, until)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     upstream = torch.randn_like(got)
     for gradient, reference in zip(

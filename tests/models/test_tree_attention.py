@@ -23,6 +23,7 @@ from tests.helpers import dense_kernels
 from tests.helpers.model_cases import tiny_config
 from tests.helpers.shared_prefixes import (
     LOSSES,
+    attention_over_paths,
     grouped_documents,
     tree_of_paths,
     visible_until_of,
@@ -101,10 +102,8 @@ def test_values_and_gradients_are_the_definition(name: str, compiles: bool) -> N
 
     call = torch.compile(scaled, fullgraph=True, backend="aot_eager") if compiles else scaled
     got = call(*heads)
-    query, key, value = heads[0], *(each.repeat_interleave(2, dim=1) for each in heads[1:])
-    scores = torch.einsum("qhd,khd->hqk", query, key) / 4
-    scores = scores.masked_fill(~tree_of_paths(until), float("-inf"))
-    expected = 3 * torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    query, key, value = heads
+    expected = 3 * attention_over_paths(query, key, value, until)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     upstream = torch.randn_like(got)
     for gradient, reference in zip(
@@ -204,6 +203,9 @@ def test_the_host_s_copy_stays_on_the_host() -> None:
     assert moved.visible_until.is_meta
     assert moved.host_visible_until is host
     assert moved.replace(temperature=2.0).host_visible_until is host
+    sent = kwargs.sent_to("cpu", pin_memory=False)
+    assert sent.visible_until is not until
+    assert sent.host_visible_until is host
     assert kwargs.select(slice(0, 3)).host_visible_until is None
 
 
