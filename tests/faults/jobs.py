@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import os
 import random
@@ -124,6 +125,7 @@ def _be_rank(
             os.dup2(file, number)
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", write_through=True)
         sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), "utf-8", write_through=True)
+        faulthandler.enable(2)  # pytest's writes to the terminal
         os.environ.update(variables)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
